@@ -1,0 +1,1 @@
+"""What users touch: the command line, and with it everything that faces outwards."""

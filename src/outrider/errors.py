@@ -1,0 +1,61 @@
+"""Every error that Outrider raises on purpose.
+
+    OutriderError
+    ├── ConfigError            a setting is wrong or contradicts another
+    │   └── FootprintError     a drafter's declaration contradicts itself
+    ├── RequestError           one request is wrong; every other request goes on
+    │   └── AdmissionError     one request could never fit into the memory that was configured
+    ├── OutOfPages             an arena has too few pages right now (the scheduler makes room or waits)
+    ├── TransferError          KV could not be moved between workers or tiers
+    ├── TraceError             a simulation trace cannot be read or replayed
+    └── InvariantViolation     the sanitizer saw a broken invariant
+
+Messages name the offending value and say what to do next.
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of everything below; the CLI prints it as one line."""
+
+
+class ConfigError(OutriderError, ValueError):
+    """A setting is wrong or contradicts another."""
+
+
+class FootprintError(ConfigError):
+    """A drafter's declaration contradicts itself."""
+
+
+class RequestError(OutriderError, ValueError):
+    """One request is wrong; every other request goes on."""
+
+
+class AdmissionError(RequestError):
+    """One request could never fit into the memory that was configured."""
+
+
+class OutOfPages(OutriderError):
+    """An arena has too few pages right now."""
+
+    def __init__(self, arena: int, missing_pages: int) -> None:
+        super().__init__(f"arena {arena} is short of {missing_pages} page(s)")
+        self.arena = arena
+        self.missing_pages = missing_pages
+
+
+class TransferError(OutriderError):
+    """KV could not be moved between workers or tiers."""
+
+
+class TraceError(OutriderError):
+    """A simulation trace cannot be read or replayed."""
+
+
+class InvariantViolation(OutriderError):
+    """The sanitizer saw a broken invariant. `invariant` is its name, I1 to I9."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(message)
+        self.invariant = invariant

@@ -1,0 +1,28 @@
+"""The KV core: footprints, pages, prefix index, ledger, manager. Standard library only."""
+
+from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint, Proposing
+from outrider.kv.groups import Full, GroupKind, Sliding, group_kind
+from outrider.kv.intervals import Interval
+from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.manager import Admission, KVManager
+from outrider.kv.plan import KVPlan, PageTables
+from outrider.kv.prefix import CacheIdentity
+
+__all__ = [
+    "NO_DRAFTER",
+    "Admission",
+    "CacheIdentity",
+    "Full",
+    "GroupKind",
+    "GroupSpec",
+    "Interval",
+    "KVConfig",
+    "KVFootprint",
+    "KVLayout",
+    "KVManager",
+    "KVPlan",
+    "PageTables",
+    "Proposing",
+    "Sliding",
+    "group_kind",
+]

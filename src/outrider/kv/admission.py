@@ -1,0 +1,93 @@
+"""What a new sequence may take from the cache: the target's hit, and what the drafter gets beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.kv.footprint import KVFootprint
+from outrider.kv.intervals import Interval, pages_under
+from outrider.kv.ledger import Load
+from outrider.kv.observer import Hit
+from outrider.kv.search import GroupView, longest_common
+
+
+def find_hit(
+    views: Sequence[GroupView], num_target: int, footprint: KVFootprint, limit: int, *, draft: bool
+) -> Hit:
+    """The target's hit never depends on the drafter; the drafter takes what there is next to it."""
+    target = views[:num_target]
+    end = longest_common(target, limit)
+    if not draft:
+        return Hit(end, 0, ())
+    if footprint.rebuild:
+        rebuilt_from = longest_common(views[num_target:], end)
+        return Hit(
+            end,
+            0,
+            tuple(
+                Interval(view.spec.kind.needed(rebuilt_from).start, rebuilt_from)
+                for view in views[num_target:]
+            ),
+        )
+    runs = [_latest_run(view, end, footprint) for view in views[num_target:]]
+    fed_from = min((run.end for run in runs if not run.empty), default=end)
+    if fed_from < end and not all(view.holds(view.spec.kind.needed(end, end - fed_from)) for view in target):
+        # The rows that would feed the missing slots reach below what a window kept.
+        runs = [run if run.end == end else Interval(end, end) for run in runs]
+        fed_from = end
+    return Hit(end, end - fed_from, tuple(Interval(min(run.start, fed_from), fed_from) for run in runs))
+
+
+def _latest_run(view: GroupView, end: int, footprint: KVFootprint) -> Interval:
+    """The run of draft slots that ends nearest below `end`; within the reach, tap rows can close the gap."""
+    for run_end in range(end, max(0, end - footprint.token_reach - 1), -1):
+        needed = view.spec.kind.needed(run_end)
+        start = view.run_before(run_end, needed.start)
+        if start < run_end and not (footprint.feed_reads_kv and start > needed.start):
+            return Interval(start, run_end)
+    return Interval(end, end)
+
+
+class Placement(NamedTuple):
+    """How one group of a new sequence is filled. Entries of `pages` are None where a fresh page goes."""
+
+    first_page: int
+    pages: list[int | None]
+    shared: list[int]
+    """Cached pages taken by reference."""
+    copied: list[tuple[int, int, int]]
+    """(page number, source page, slots): cached pages of which only the front is used."""
+    loads: list[Load]
+
+    @property
+    def num_fresh(self) -> int:
+        return len(self.copied) + len(self.loads)
+
+
+def place(view: GroupView, hold: Interval) -> Placement:
+    """Turn the positions that a sequence will hold into pages: by reference, by copy, or to be loaded.
+
+    pages            [   0   )[   1   )[   2   )
+    hold                  [----------------)          page 2 is used in part, so it is copied
+    """
+    size = view.page_tokens
+    numbers = pages_under(hold, size)
+    first = numbers.start if numbers else hold.end // size
+    # The common case, a prefix of whole device pages, is one slice.
+    whole = view.whole[numbers.start : min(len(view.whole), hold.end // size)] if numbers else []
+    pages: list[int | None] = list(whole)
+    shared, copied, loads = list(whole), [], []
+    for number in numbers[len(whole) :]:
+        found = view.find(number)
+        used = min(size, hold.end - number * size)
+        if found.page and used == size:
+            shared.append(found.page)
+            pages.append(found.page)
+            continue
+        pages.append(None)
+        if found.page:
+            copied.append((number, found.page, used))
+        else:
+            loads.append(Load(view.group, Interval(number * size, number * size + used), view.key(number)))
+    return Placement(first, pages, shared, copied, loads)

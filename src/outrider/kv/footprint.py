@@ -1,0 +1,234 @@
+"""The contract: what a drafter does to the KV cache, declared once, as data.
+
+Reservation, fit, keys, publication, hits, retention, freeing, forks and transfer are all derived from
+the fields below. Nothing outside a drafter's own declaration may ask for it by name: if the engine needs
+to know something about a drafter, it becomes a field here.
+
+Positions around the end v of the target's durable KV, after a step (tokens are known up to and
+including position v, the last sampled one):
+
+    target            [0 ------------------ v)
+    durable_lead 0    [0 ------------------ v)      durable_end(v) = v
+    durable_lead 1    [0 ------------------ v ]     durable_end(v) = v + 1: it consumed the last token
+    scratch                                [v ------ v + scratch_ahead(k))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from outrider.errors import ConfigError, FootprintError
+from outrider.kv.groups import GroupKind
+from outrider.kv.intervals import Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSpec:
+    """Layers that share a page table: same owner, kind, reach and bytes per slot."""
+
+    name: str
+    kind: GroupKind
+    page_tokens: int
+    slot_bytes: int = 1
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, GroupKind):
+            raise ConfigError(f"group {self.name!r}: kind must be a GroupKind, got {self.kind!r}")
+        for field in ("page_tokens", "slot_bytes"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(
+                    f"group {self.name!r}: {field} must be a whole number of at least 1, got {value!r}"
+                )
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_tokens * self.slot_bytes
+
+
+class Proposing(Enum):
+    """How drafts come about, which fixes passes, rows and the slots that are written."""
+
+    LOOKUP = "lookup"
+    """No forward pass and no KV."""
+    CHAIN = "chain"
+    """k passes of one row; each but the first consumes the draft before it."""
+    BLOCK = "block"
+    """One pass over the last sampled token and k masks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVFootprint:
+    """See DESIGN: the table of drafters is this class, one column per declaration."""
+
+    name: str
+    """A label for messages and metrics. No code may branch on it."""
+    proposing: Proposing
+    groups: tuple[GroupSpec, ...] = ()
+    scratch_extra: int = 0
+    """scratch_ahead(k) = k + scratch_extra for a drafter with groups."""
+    durable_lead: int = 0
+    token_reach: int = 0
+    taps: tuple[int, ...] = ()
+    keeps_accepted: bool = False
+    feed_reads_kv: bool = False
+    rebuild: bool = False
+    max_len: int | None = None
+    """Positions at or past it cannot be stored by the drafter; None when only the model's limit holds."""
+    fingerprint: str = ""
+    """What makes its KV bytes what they are: weights, configuration."""
+
+    def __post_init__(self) -> None:
+        for field in ("scratch_extra", "durable_lead", "token_reach"):
+            if getattr(self, field) < 0:
+                raise FootprintError(f"{self.name}: {field} must not be negative, got {getattr(self, field)}")
+        if self.max_len is not None and self.max_len < 1:
+            raise FootprintError(f"{self.name}: max_len must be at least 1, got {self.max_len}")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise FootprintError(f"{self.name}: two groups share a name in {names}; give each its own")
+        if not self.groups:
+            self._check_without_groups()
+            return
+        if self.proposing is Proposing.LOOKUP:
+            raise FootprintError(
+                f"{self.name}: a drafter that only looks up owns no groups; declare its passes"
+            )
+        if self.durable_lead > 1:
+            raise FootprintError(
+                f"{self.name}: durable_lead {self.durable_lead} would need tokens past the last sampled one; "
+                "use 0 or 1"
+            )
+        if self.durable_lead + self.token_reach > 1:
+            raise FootprintError(
+                f"{self.name}: durable_lead {self.durable_lead} and token_reach {self.token_reach} together "
+                "need a token that is not sampled yet; a drafter that reaches ahead stops at v"
+            )
+        if self.rebuild and self.taps:
+            raise FootprintError(
+                f"{self.name}: rebuild means 'from token ids alone', but it reads taps of the target; "
+                "declare one or the other"
+            )
+        if not self.rebuild and not self.taps:
+            raise FootprintError(
+                f"{self.name}: it reads no taps, so token ids are all it is fed; declare rebuild=True"
+            )
+        if self.rebuild and self.token_reach:
+            raise FootprintError(f"{self.name}: a drafter fed from token ids alone reads no later token")
+        if self.keeps_accepted and self.proposing is Proposing.BLOCK:
+            raise FootprintError(
+                f"{self.name}: a block is written from masks, so accepted drafts leave nothing to keep; "
+                "declare keeps_accepted=False"
+            )
+        if self.keeps_accepted and self.taps:
+            raise FootprintError(
+                f"{self.name}: scratch is written without the target's taps, so it cannot be kept; "
+                "declare keeps_accepted=False"
+            )
+        for k in (1, 2):
+            if self.scratch_ahead(k) < self.slots_written(k):
+                raise FootprintError(
+                    f"{self.name}: proposing {k} writes {self.slots_written(k)} slot(s) at and past v but "
+                    f"scratch_ahead({k}) is {self.scratch_ahead(k)}; raise scratch_extra"
+                )
+
+    def _check_without_groups(self) -> None:
+        owns_kv = {
+            "scratch_extra": self.scratch_extra,
+            "durable_lead": self.durable_lead,
+            "token_reach": self.token_reach,
+            "taps": self.taps,
+            "keeps_accepted": self.keeps_accepted,
+            "feed_reads_kv": self.feed_reads_kv,
+            "rebuild": self.rebuild,
+        }
+        wrong = [field for field, value in owns_kv.items() if value]
+        if wrong:
+            raise FootprintError(
+                f"{self.name}: {', '.join(wrong)} describe KV, but it declares no groups; add them or drop these"
+            )
+        if self.proposing is not Proposing.LOOKUP:
+            raise FootprintError(f"{self.name}: {self.proposing.value} passes read KV; declare the groups")
+
+    def passes(self, k: int) -> int:
+        """Forward passes of the drafter to propose k."""
+        if k == 0 or self.proposing is Proposing.LOOKUP:
+            return 0
+        return k if self.proposing is Proposing.CHAIN else 1
+
+    def query_len(self, k: int) -> int:
+        """Rows of each pass."""
+        if k == 0 or self.proposing is Proposing.LOOKUP:
+            return 0
+        return 1 if self.proposing is Proposing.CHAIN else k + 1
+
+    def draft_rows(self, k: int) -> int:
+        """Rows that proposing k adds to a step; they count against the token budget."""
+        return self.passes(k) * self.query_len(k)
+
+    def scratch_ahead(self, k: int) -> int:
+        """Slots at and past v that must be reserved to propose k."""
+        if k == 0 or not self.groups:
+            return 0
+        return k + self.scratch_extra
+
+    def slots_written(self, k: int) -> int:
+        """Slots at and past v that proposing k writes, the durable lead included."""
+        if k == 0 or not self.groups:
+            return 0
+        return k + 1 if self.proposing is Proposing.BLOCK else self.durable_lead + k - 1
+
+    def scratch(self, v: int, k: int) -> Interval:
+        """The scratch slots that proposing k from v writes."""
+        if k == 0 or not self.groups:
+            return Interval(v, v)
+        start = v if self.proposing is Proposing.BLOCK else self.durable_end(v)
+        return Interval(start, v + self.slots_written(k))
+
+    def durable_end(self, v: int) -> int:
+        """Where its durable slots end after a step that ends at v; past its limit it stores nothing."""
+        end = v + self.durable_lead
+        return end if self.max_len is None or end <= self.max_len else self.max_len
+
+    def backlog(self, *, durable_end: int, v: int) -> int:
+        """Positions below v that the drafter could store but was not fed."""
+        return max(0, (v if self.max_len is None else min(v, self.max_len)) - durable_end)
+
+    def reserve_end(self, *, v: int, k: int) -> int:
+        """Where the reservation of a step ends that ends at v and proposes k."""
+        if not self.groups:
+            return 0
+        end = v + max(self.durable_lead, self.scratch_ahead(k))
+        return end if self.max_len is None or end <= self.max_len else self.max_len
+
+    def fed_from(self, *, durable_end: int, accepted: int, proposed: int) -> int:
+        """First slot that feeding must write, given where durability ended before this step.
+
+        A chain that keeps accepted drafts consumed all of its drafts but the last. When all are accepted
+        that last slot is missing, and this is the only place that has to know it.
+        """
+        if not self.keeps_accepted:
+            return durable_end
+        return durable_end + min(accepted, max(0, proposed - 1))
+
+    def feed(self, *, durable_end: int, v: int, accepted: int, proposed: int) -> Interval:
+        """Durable slots to write in a step that ends at v. Runs at every step, whatever k is."""
+        start = self.fed_from(durable_end=durable_end, accepted=accepted, proposed=proposed)
+        return Interval(start, self.durable_end(v))
+
+    def fit(self, *, k: int, v: int, max_model_len: int, remaining_tokens: int) -> int:
+        """The largest number of drafts, at most k, that may be proposed from v.
+
+        Scratch must lie below the drafter's limit, the verified row of the last draft below the model's,
+        and one token of the remaining ones always comes from the target.
+        """
+        k = min(k, max_model_len - v - 1, remaining_tokens - 1)
+        if self.max_len is not None:
+            k = min(k, self.max_len - v - self.scratch_extra)
+        return max(0, k)
+
+
+NO_DRAFTER = KVFootprint(name="none", proposing=Proposing.LOOKUP)
+"""Decoding without speculation, so that nothing has to ask whether there is a drafter."""

@@ -1,0 +1,121 @@
+"""What each sequence holds: the only record of which slot is whose. Only KVManager changes it.
+
+For one group of one sequence, as interval sets, always
+
+    published  ⊆  durable = [low, durable end)  ⊆  written  ⊆  reserved = pages held
+
+    page number      0      1      2      3      4
+    pages         [ sink | sink |  17  |  4   |  9   ]     page 0 and 1 left the window, or were never here
+    first_page                    ^2
+    low                           ^ first position that is valid
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from enum import Enum
+from typing import NamedTuple
+
+from outrider.kv.intervals import Interval
+from outrider.kv.pages import SINK
+from outrider.kv.prefix import Chain
+
+
+class Load(NamedTuple):
+    """Slots that have to arrive from elsewhere before a sequence may run."""
+
+    group: int
+    interval: Interval
+    key: bytes | None
+    """The key of a page in another tier, or None when a peer worker holds it."""
+
+
+class LoadState(Enum):
+    PENDING = "pending"
+    ARRIVED = "arrived"
+    FAILED = "failed"
+
+
+class GroupPages:
+    """One group of one sequence."""
+
+    __slots__ = ("first_page", "low", "pages", "published")
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.first_page = 0
+        """Pages before it are not held; their entries name the sink."""
+        self.low = 0
+        """Slots below it are not valid, even in a page that is held."""
+        self.published = 0
+        """Pages before it have been offered to the index, or never will be."""
+
+    def held(self) -> list[int]:
+        return self.pages[self.first_page :]
+
+    def place(self, first_page: int, pages: Items[int], *, low: int, published: int) -> None:
+        self.pages = [SINK] * first_page
+        self.pages.extend(pages)
+        self.first_page = first_page
+        self.low = low
+        self.published = published
+
+
+class SequenceKV:
+    """The ledger's entry of one sequence."""
+
+    __slots__ = (
+        "admitted",
+        "chain",
+        "committed",
+        "draft_end",
+        "draft_headroom",
+        "draft_last_page_start",
+        "draft_room",
+        "drafting",
+        "groups",
+        "hit",
+        "id",
+        "load_end",
+        "loads",
+        "next_event",
+        "target_headroom",
+        "target_last_page_start",
+        "target_room",
+        "tokens",
+    )
+
+    def __init__(self, id: str, tokens: array[int], chain: Chain, num_groups: int) -> None:
+        self.id = id
+        self.tokens = tokens
+        """Shared with whoever appends to it; positions up to and including `committed` are known."""
+        self.chain = chain
+        self.target_headroom = 0
+        self.draft_headroom = 0
+        self.reset(num_groups)
+
+    def reset(self, num_groups: int) -> None:
+        """Holds nothing, as before admission."""
+        self.admitted = False
+        self.committed = 0
+        """c: the target is durable on [low, committed) in every group."""
+        self.hit = 0
+        self.drafting = False
+        """False once the draft groups were dropped, or if there are none."""
+        self.draft_end = 0
+        """Draft groups are durable on [low, draft_end)."""
+        self.groups = [GroupPages() for _ in range(num_groups)]
+        self.loads: dict[Load, LoadState] = {}
+        self.load_end = 0
+        # Bounds that let the common step touch nothing but two integers.
+        self.target_room = 0
+        self.draft_room = 0
+        self.target_last_page_start = -1
+        self.draft_last_page_start = -1
+        self.next_event = 0
+        """Committing this position or a later one completes a page or frees one."""
+
+    @property
+    def loading(self) -> bool:
+        return any(state is LoadState.PENDING for state in self.loads.values())

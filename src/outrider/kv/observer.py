@@ -1,0 +1,59 @@
+"""Where a checker can listen to the KV manager. The manager never depends on what a listener does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from outrider.kv.intervals import Interval
+
+if TYPE_CHECKING:
+    from outrider.kv.ledger import SequenceKV
+
+
+class Hit(NamedTuple):
+    """What an admission found. Draft intervals are [low, end) per draft group, in the order of groups."""
+
+    end: int
+    tap_rows: int
+    draft: tuple[Interval, ...]
+
+
+class KVObserver:
+    """Does nothing; override what matters."""
+
+    def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
+        """The search has decided, nothing is held yet."""
+
+    def shared(self, sequence: SequenceKV, group: int, page_number: int, page: int, slots: int) -> None:
+        """The sequence takes the first `slots` slots of a cached page, by reference or by copy."""
+
+    def acquired(self, arena: int, pages: Sequence[int]) -> None: ...
+
+    def retained(self, arena: int, pages: Sequence[int]) -> None: ...
+
+    def releasing(self, arena: int, pages: Sequence[int]) -> None: ...
+
+    def deferred(self, arena: int, pages: Sequence[int], step: int) -> None:
+        """Let go of, but a step in flight may still touch them."""
+
+    def quarantined(self, arena: int, pages: Sequence[int]) -> None:
+        """Held until now; a lost transfer may still write to them."""
+
+    def restored(self, arena: int, pages: Sequence[int]) -> None: ...
+
+    def evicted(self, arena: int, page: int) -> None: ...
+
+    def published(
+        self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes
+    ) -> None: ...
+
+    def imported(self, sequence: SequenceKV, group: int, interval: Interval) -> None:
+        """The manager was told that these slots have arrived."""
+
+    def completed(self, step: int) -> None: ...
+
+    def ended(self, sequence: SequenceKV) -> None:
+        """The sequence holds nothing any more."""
+
+    def cache_reset(self) -> None: ...

@@ -1,0 +1,142 @@
+"""All arenas of one worker and their indexes, with releases deferred while a step is in flight.
+
+release ──no step in flight──▶ PageArena.release
+   └──────step in flight─────▶ pending, until complete(step)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from outrider.errors import ConfigError, OutOfPages
+from outrider.kv.layout import KVLayout
+from outrider.kv.observer import KVObserver
+from outrider.kv.pages import PageArena
+from outrider.kv.prefix import GroupIndex, PageEntry
+
+
+class PagePool:
+    """Pages by group: a caller never has to know which arena a group lives in."""
+
+    def __init__(self, layout: KVLayout, arena_pages: Sequence[int], observer: KVObserver | None) -> None:
+        if len(arena_pages) != len(layout.arena_page_bytes):
+            raise ConfigError(
+                f"the layout has {len(layout.arena_page_bytes)} arena(s) (page bytes {layout.arena_page_bytes}), "
+                f"but arena_pages gives {len(arena_pages)}"
+            )
+        self.layout = layout
+        self.arenas = [PageArena(index, pages, self._evict) for index, pages in enumerate(arena_pages)]
+        self.indexes = [GroupIndex() for _ in layout.groups]
+        self._observer = observer
+        self._arena_of = layout.arena_of
+        self._group_of_page: list[dict[int, int]] = [{} for _ in self.arenas]
+        self._last_planned = -1
+        self._last_completed = -1
+        self._pending: deque[tuple[int, int, list[int]]] = deque()
+        """(step, arena, pages): let go of, but the step may still touch them."""
+
+    def arena(self, group: int) -> PageArena:
+        return self.arenas[self._arena_of[group]]
+
+    def require(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Raise OutOfPages unless (group, pages) can all be had together."""
+        per_arena: dict[int, int] = {}
+        for group, count in wanted:
+            index = self._arena_of[group]
+            per_arena[index] = per_arena.get(index, 0) + count
+        for index, count in per_arena.items():
+            available = self.arenas[index].num_available
+            if count > available:
+                raise OutOfPages(index, count - available)
+
+    def acquire(self, group: int, count: int) -> list[int]:
+        index = self._arena_of[group]
+        pages = self.arenas[index].acquire(count)
+        if self._observer and pages:
+            self._observer.acquired(index, pages)
+        return pages
+
+    def retain(self, group: int, pages: Sequence[int]) -> None:
+        index = self._arena_of[group]
+        self.arenas[index].retain(pages)
+        if self._observer and pages:
+            self._observer.retained(index, pages)
+
+    def release(self, group: int, pages: list[int]) -> None:
+        """Let go; the first pages given are evicted first. Nothing that a step may touch is reused yet."""
+        if not pages:
+            return
+        index = self._arena_of[group]
+        if self.step_in_flight:
+            self._pending.append((self._last_planned, index, pages))
+            if self._observer:
+                self._observer.deferred(index, pages, self._last_planned)
+        else:
+            self._release_now(index, pages)
+
+    def _release_now(self, index: int, pages: list[int]) -> None:
+        if self._observer:
+            self._observer.releasing(index, pages)
+        self.arenas[index].release(pages)
+
+    def quarantine(self, group: int, pages: list[int]) -> None:
+        index = self._arena_of[group]
+        if self._observer:
+            self._observer.quarantined(index, pages)
+        self.arenas[index].quarantine(pages)
+
+    def restore(self, group: int, pages: list[int]) -> None:
+        index = self._arena_of[group]
+        if self._observer:
+            self._observer.restored(index, pages)
+        self.arenas[index].restore(pages)
+
+    def publish(self, group: int, entry: PageEntry) -> None:
+        index = self._arena_of[group]
+        self.indexes[group].insert(entry)
+        self.arenas[index].published[entry.page] = 1
+        self._group_of_page[index][entry.page] = group
+
+    def _evict(self, index: int, page: int) -> None:
+        group = self._group_of_page[index].pop(page)
+        self.indexes[group].remove_page(page)
+        if self._observer:
+            self._observer.evicted(index, page)
+
+    def reset_cache(self) -> None:
+        """Forget every page that nobody holds; pages in use leave the index as well."""
+        for arena in self.arenas:
+            arena.forget_cached()
+            arena.published = bytearray(arena.num_pages)
+        for group_index in self.indexes:
+            group_index.clear()
+        for owner in self._group_of_page:
+            owner.clear()
+        if self._observer:
+            self._observer.cache_reset()
+
+    def begin(self, step: int) -> None:
+        """From now on `step` is in flight."""
+        assert step == self._last_planned + 1, f"step {step} planned after {self._last_planned}"
+        self._last_planned = step
+
+    @property
+    def step_in_flight(self) -> bool:
+        return self._last_planned > self._last_completed
+
+    def complete(self, step: int) -> None:
+        """The step has run: what it could touch may be reused."""
+        assert step == self._last_completed + 1, f"step {step} completed after {self._last_completed}"
+        self._last_completed = step
+        if self._observer:
+            self._observer.completed(step)
+        while self._pending and self._pending[0][0] <= step:
+            _step, index, pages = self._pending.popleft()
+            self._release_now(index, pages)
+
+    def pending(self) -> Iterator[tuple[int, int]]:
+        """(arena, page) for each reference that waits for a step to complete."""
+        for _step, index, pages in self._pending:
+            for page in pages:
+                yield (index, page)

@@ -1,0 +1,216 @@
+"""Prefix keys and the index from keys to pages.
+
+One chain per sequence, over blocks of `grain` tokens (the greatest common divisor of all page sizes):
+
+    base(0) = H(identity, adapter, salt)            base(i) = H(base(i-1), raw bytes of block i)
+
+A group with pages of P tokens reads every (P / grain)-th base. Its key for a page is the base at the
+page's end, followed by the `reach` tokens after the page: slots of such a group depend on them. Each
+group has an index of its own; where keys leave the process, the group's tag is put in front.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from outrider.kv.footprint import GroupSpec, KVFootprint
+
+TOKEN_BYTES = 4
+DIGEST_BYTES = 32
+_EMPTY = blake2b(digest_size=DIGEST_BYTES)
+"""Copying an empty hasher costs half of constructing one."""
+
+
+def _digest_of_fields(fields: Iterable[bytes]) -> bytes:
+    """Hash a list of byte strings; lengths go in front, so that no two lists look alike."""
+    hasher = _EMPTY.copy()
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "little"))
+        hasher.update(field)
+    return hasher.digest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheIdentity:
+    """Everything, apart from the tokens, that makes the target's KV bytes what they are."""
+
+    weights: str = "unset"
+    dtype: str = "float32"
+    layout: str = "default"
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+
+    def root(self, *, adapter: str = "", salt: str = "") -> bytes:
+        """The chain's seed for one adapter and one tenant."""
+        fields = (
+            self.weights,
+            self.dtype,
+            self.layout,
+            str(self.tensor_parallel_rank),
+            str(self.tensor_parallel_size),
+            adapter,
+            salt,
+        )
+        return _digest_of_fields(field.encode() for field in fields)
+
+
+def group_tag(spec: GroupSpec, *, reach: int, owner: KVFootprint | None) -> bytes:
+    """What tells this group's pages from any other group's, in any process."""
+    fields = [spec.name, spec.kind.label, str(spec.page_tokens), str(spec.slot_bytes), str(reach)]
+    if owner is not None:
+        fields += [owner.fingerprint, *map(str, owner.taps)]
+    return _digest_of_fields(field.encode() for field in fields)
+
+
+class Media(NamedTuple):
+    """Positions whose token ids are placeholders: the content's digest stands for them."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+class Chain:
+    """The bases of one sequence, extended as tokens become known."""
+
+    __slots__ = ("bases", "grain", "media")
+
+    def __init__(self, root: bytes, grain: int, media: tuple[Media, ...] = ()) -> None:
+        self.bases = [root]
+        self.grain = grain
+        self.media = media
+
+    def extend(self, tokens: array[int], end: int) -> None:
+        """Hash every whole block of tokens[:end] that is not hashed yet."""
+        bases, grain = self.bases, self.grain
+        done = len(bases) - 1
+        blocks = end // grain
+        if blocks <= done:
+            return
+        data = tokens[done * grain : blocks * grain].tobytes()
+        width = grain * TOKEN_BYTES
+        copy, base = _EMPTY.copy, bases[-1]
+        append = bases.append
+        for offset in range(0, len(data), width):
+            hasher = copy()
+            hasher.update(base + data[offset : offset + width])
+            if self.media:
+                start = done * grain + offset // TOKEN_BYTES
+                hasher.update(self._media_bytes(start, start + grain))
+            base = hasher.digest()
+            append(base)
+
+    def truncate(self, end: int) -> None:
+        """Forget blocks that are not wholly below `end`."""
+        del self.bases[end // self.grain + 1 :]
+
+    def has_media(self, start: int, end: int) -> bool:
+        return any(item.start < end and start < item.end for item in self.media)
+
+    def _media_bytes(self, start: int, end: int) -> bytes:
+        return b"".join(
+            (max(item.start, start) - item.start).to_bytes(8, "little") + item.digest
+            for item in self.media
+            if item.start < end and start < item.end
+        )
+
+
+class PageEntry(NamedTuple):
+    """One published page. `content` is its tokens and the reach after them, or empty if it holds media."""
+
+    content: bytes
+    page: int
+    key: bytes
+    parent: bytes
+
+
+class Tier(Protocol):
+    """A place besides the device where pages may be found."""
+
+    def contains(self, group: int, key: bytes) -> bool: ...
+
+
+class GroupIndex:
+    """Published pages of one group, by key and, for hits that end inside a page, by parent."""
+
+    __slots__ = ("_children", "_entries", "pages")
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, int] = {}
+        self._entries: dict[int, PageEntry] = {}
+        # Most pages have one successor; only where sequences part ways is there a (sorted) list.
+        self._children: dict[bytes, PageEntry | list[PageEntry]] = {}
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def insert(self, entry: PageEntry) -> None:
+        self.pages[entry.key] = entry.page
+        self._entries[entry.page] = entry
+        if not entry.content:
+            return
+        sibling = self._children.get(entry.parent)
+        if sibling is None:
+            self._children[entry.parent] = entry
+        elif isinstance(sibling, list):
+            insort(sibling, entry)
+        else:
+            self._children[entry.parent] = sorted((sibling, entry))
+
+    def remove_page(self, page: int) -> PageEntry:
+        entry = self._entries.pop(page)
+        del self.pages[entry.key]
+        if entry.content:
+            siblings = self._children[entry.parent]
+            if isinstance(siblings, list):
+                del siblings[bisect_left(siblings, entry)]
+                if len(siblings) == 1:
+                    self._children[entry.parent] = siblings[0]
+            else:
+                del self._children[entry.parent]
+        return entry
+
+    def clear(self) -> None:
+        self.pages.clear()
+        self._entries.clear()
+        self._children.clear()
+
+    def closest(self, parent: bytes, content: bytes) -> tuple[int, int]:
+        """The page after `parent` that agrees longest with `content`, and how many tokens agree.
+
+        Among sorted byte strings the one with the longest common prefix is a neighbour of the place where
+        the wanted one would stand, so the cost does not grow with the number of siblings.
+        """
+        siblings = self._children.get(parent)
+        if siblings is None:
+            return (0, 0)
+        if isinstance(siblings, list):
+            place = bisect_left(siblings, (content,))
+            candidates = siblings[max(0, place - 1) : place + 1]
+        else:
+            candidates = [siblings]
+        best_page, best_tokens = 0, 0
+        for entry in candidates:
+            tokens = _common_tokens(entry.content, content)
+            if tokens > best_tokens:
+                best_page, best_tokens = entry.page, tokens
+        return (best_page, best_tokens)
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    count = min(len(left), len(right)) // TOKEN_BYTES
+    if left[: count * TOKEN_BYTES] == right[: count * TOKEN_BYTES]:
+        return count
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,20 @@
+"""Continuous batching: from waiting requests to one frozen StepPlan, and from a Verdict back."""
+
+from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
+from outrider.scheduler.plan import StepPlan, StepRow, Update, Verdict
+from outrider.scheduler.request import Request, RequestSpec, State
+from outrider.scheduler.scheduler import Scheduler
+
+__all__ = [
+    "LoadFailure",
+    "Request",
+    "RequestSpec",
+    "Role",
+    "Scheduler",
+    "SchedulerConfig",
+    "State",
+    "StepPlan",
+    "StepRow",
+    "Update",
+    "Verdict",
+]

@@ -1,0 +1,80 @@
+"""Requests that wait, by rank; and requests that run, by rank. Neither is ever scanned for what waits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from outrider.scheduler.request import Request, State
+
+Rank = tuple[bool, int, int]
+
+
+class WaitingQueue:
+    """A heap. Requests that leave it otherwise (aborted) are skipped when they come up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, int, Request]] = []
+        self._pushes = 0
+        self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def push(self, request: Request) -> None:
+        self._pushes += 1
+        self._live += 1
+        heappush(self._heap, (request.rank, self._pushes, request))
+
+    def peek(self) -> Request | None:
+        while self._heap:
+            request = self._heap[0][2]
+            if request.state is State.WAITING:
+                return request
+            heappop(self._heap)
+        return None
+
+    def pop(self) -> None:
+        """Remove what peek() returned."""
+        heappop(self._heap)
+        self._live -= 1
+
+    def forget(self, request: Request) -> None:
+        """The request no longer waits. Its entry goes when it comes up, or when too many are dead."""
+        self._live -= 1
+        if len(self._heap) > 2 * self._live + 64:
+            self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
+            heapify(self._heap)
+
+
+class RunningList:
+    """Requests sorted by rank."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Rank] = []
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def snapshot(self) -> list[Request]:
+        return self._requests.copy()
+
+    def add(self, request: Request) -> None:
+        rank = request.rank
+        place = bisect_left(self._ranks, rank)
+        self._ranks.insert(place, rank)
+        self._requests.insert(place, request)
+
+    def remove(self, request: Request) -> None:
+        place = bisect_left(self._ranks, request.rank)
+        assert self._requests[place] is request
+        del self._ranks[place]
+        del self._requests[place]
+
+    def last(self) -> Request | None:
+        return self._requests[-1] if self._requests else None

@@ -1,0 +1,1 @@
+"""Drafters: their torch-free footprints, and (with a model) their networks."""
