@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.kv.footprint import KVFootprint
-from outrider.kv.intervals import Interval, pages_under
+from outrider.kv.intervals import Interval, page_count, pages_under
 from outrider.kv.ledger import Load
 from outrider.kv.observer import Hit
 from outrider.kv.search import GroupView, longest_common
@@ -32,15 +32,23 @@ def find_hit(
         )
     runs = [_latest_run(view, end, footprint) for view in views[num_target:]]
     fed_from = min((run.end for run in runs if not run.empty), default=end)
-    if fed_from < end and not all(view.holds(view.spec.kind.needed(end, end - fed_from)) for view in target):
+    if fed_from < end and not all(_tap_rows_possible(view, end, end - fed_from) for view in target):
         # The rows that would feed the missing slots reach below what a window kept.
         runs = [run if run.end == end else Interval(end, end) for run in runs]
         fed_from = end
     return Hit(end, end - fed_from, tuple(Interval(min(run.start, fed_from), fed_from) for run in runs))
 
 
+def _tap_rows_possible(view: GroupView, end: int, tap_rows: int) -> bool:
+    """Rows before the hit read further back than the hit itself needs, unless the group keeps everything."""
+    needed = view.spec.kind.needed(end, tap_rows)
+    return needed == view.spec.kind.needed(end) or view.holds(needed)
+
+
 def _latest_run(view: GroupView, end: int, footprint: KVFootprint) -> Interval:
     """The run of draft slots that ends nearest below `end`; within the reach, tap rows can close the gap."""
+    if view.spec.kind.needed(end).empty:
+        return Interval(end, end)
     for run_end in range(end, max(0, end - footprint.token_reach - 1), -1):
         needed = view.spec.kind.needed(run_end)
         start = view.run_before(run_end, needed.start)
@@ -53,16 +61,15 @@ class Placement(NamedTuple):
     """How one group of a new sequence is filled. Entries of `pages` are None where a fresh page goes."""
 
     first_page: int
+    low: int
+    """The first position that is valid: the whole front of the first page, or nothing at all."""
+    published: int
     pages: list[int | None]
     shared: list[int]
     """Cached pages taken by reference."""
     copied: list[tuple[int, int, int]]
     """(page number, source page, slots): cached pages of which only the front is used."""
     loads: list[Load]
-
-    @property
-    def num_fresh(self) -> int:
-        return len(self.copied) + len(self.loads)
 
 
 def place(view: GroupView, hold: Interval) -> Placement:
@@ -73,9 +80,11 @@ def place(view: GroupView, hold: Interval) -> Placement:
     """
     size = view.page_tokens
     numbers = pages_under(hold, size)
-    first = numbers.start if numbers else hold.end // size
+    if not numbers:
+        return Placement(hold.end // size, hold.end, page_count(hold.end, size), [], [], [], [])
+    first = numbers.start
     # The common case, a prefix of whole device pages, is one slice.
-    whole = view.whole[numbers.start : min(len(view.whole), hold.end // size)] if numbers else []
+    whole = view.whole[first : min(len(view.whole), hold.end // size)]
     pages: list[int | None] = list(whole)
     shared, copied, loads = list(whole), [], []
     for number in numbers[len(whole) :]:
@@ -90,4 +99,5 @@ def place(view: GroupView, hold: Interval) -> Placement:
             copied.append((number, found.page, used))
         else:
             loads.append(Load(view.group, Interval(number * size, number * size + used), view.key(number)))
-    return Placement(first, pages, shared, copied, loads)
+    published = first + (0 if loads else len(shared))
+    return Placement(first, first * size, published, pages, shared, copied, loads)

@@ -7,6 +7,7 @@ from math import gcd, lcm
 
 from outrider.errors import ConfigError
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint
+from outrider.kv.intervals import Interval
 from outrider.kv.prefix import CacheIdentity, group_tag
 
 
@@ -29,6 +30,8 @@ class KVLayout:
     """Extra positions retained below a boundary: one because a fully cached prompt recomputes its last
     token, and the reach because tap rows run again before that. It does not depend on whether a drafter
     is on (at least 1 is assumed), so that a drafter can never change what the target hits."""
+    retains_all: tuple[bool, ...] = field(init=False)
+    """Per group: every full page is worth keeping, so that nobody has to ask."""
     tags: tuple[bytes, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +61,20 @@ class KVLayout:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "retains_all", tuple(map(self._retains_all, range(len(groups)))))
+
+    def retains(self, group: int, page_number: int) -> bool:
+        """Is this full page worth keeping once its sequence has moved on?"""
+        spec = self.groups[group]
+        page = Interval(page_number * spec.page_tokens, (page_number + 1) * spec.page_tokens)
+        return spec.kind.retains(page, alignment=self.alignment, margin=self.margin)
+
+    def _retains_all(self, group: int) -> bool:
+        pages_in_period = (
+            lcm(self.alignment, self.groups[group].page_tokens) // self.groups[group].page_tokens
+        )
+        # One period further on, where the start of the sequence no longer makes needs shorter.
+        return all(self.retains(group, number) for number in range(2 * pages_in_period))
 
     @property
     def target_groups(self) -> range:
@@ -79,6 +96,9 @@ class KVConfig:
     max_model_len: int = 1 << 20
     step_tokens: int = 2048
     """Most positions one sequence advances in one step."""
+    keep_margin: int = 0
+    """Positions kept behind a window beyond what this worker reads: a prefill worker keeps the layout's margin
+    for the peer that will fetch it."""
     steps_ahead: int = 1
     """1 when every verdict is known before the next plan, 2 with one step in flight."""
 

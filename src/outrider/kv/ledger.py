@@ -69,6 +69,7 @@ class SequenceKV:
         "admitted",
         "chain",
         "committed",
+        "copy_step",
         "draft_end",
         "draft_headroom",
         "draft_last_page_start",
@@ -79,6 +80,7 @@ class SequenceKV:
         "id",
         "load_end",
         "loads",
+        "namespace",
         "next_event",
         "target_headroom",
         "target_last_page_start",
@@ -86,8 +88,12 @@ class SequenceKV:
         "tokens",
     )
 
-    def __init__(self, id: str, tokens: array[int], chain: Chain, num_groups: int) -> None:
+    def __init__(
+        self, id: str, tokens: array[int], chain: Chain, num_groups: int, namespace: tuple[str, str]
+    ) -> None:
         self.id = id
+        self.namespace = namespace
+        """(adapter, salt): sequences of another namespace never share anything with this one."""
         self.tokens = tokens
         """Shared with whoever appends to it; positions up to and including `committed` are known."""
         self.chain = chain
@@ -100,6 +106,8 @@ class SequenceKV:
         self.admitted = False
         self.committed = 0
         """c: the target is durable on [low, committed) in every group."""
+        self.copy_step = -1
+        """The step that copies pages for this sequence."""
         self.hit = 0
         self.drafting = False
         """False once the draft groups were dropped, or if there are none."""

@@ -9,13 +9,20 @@ from outrider.kv.intervals import Interval, covered
 from outrider.kv.ledger import Load, LoadState
 
 
-def wanted(kind: GroupKind, *, end: int, margin: int, held: Interval) -> Interval:
-    """What has to be sent so that work may go on at `end`: the need minus what is held.
+def wanted(kind: GroupKind, *, end: int, margin: int, held: Interval, offered: Interval) -> Interval | None:
+    """What a peer must send so that work may go on at `end`: the need minus what is held, as far as offered.
 
-    full      held [0 ------ h)            wanted           [h ----- end)
-    sliding   held    [-- h)               wanted                 [------ end)
+        full      held [0 ------ h)            wanted           [h ----- end)
+        sliding   held    [-- h)               wanted                 [------ end)
+
+    The margin is taken where it is offered. None if the offer does not cover what is needed without it.
     """
-    return Interval(max(kind.needed(end, margin).start, held.end), end)
+    needed = kind.needed(end, margin)
+    if held.covers(kind.needed(end)):
+        return Interval(end, end)
+    want = Interval(max(needed.start, held.end, offered.start), min(end, offered.end))
+    joined = [want, held] if want.start <= held.end else [want]
+    return want if covered(kind.needed(end), joined) else None
 
 
 def arrived_parts(loads: Mapping[Load, LoadState], group: int) -> list[Interval]:

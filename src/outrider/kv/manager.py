@@ -19,12 +19,12 @@ before that step completes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.errors import AdmissionError, OutOfPages, RequestError
 from outrider.kv.admission import Placement, find_hit, place
-from outrider.kv.intervals import Interval, page_count, subtract
+from outrider.kv.intervals import NOTHING, Interval, page_count, subtract
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
 from outrider.kv.loading import arrived_parts, first_failure, longest_held, run_start, wanted
@@ -32,7 +32,7 @@ from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.pages import SINK
 from outrider.kv.plan import KVPlan, PageAssignment, PageCopy
 from outrider.kv.pool import PagePool
-from outrider.kv.prefix import TOKEN_BYTES, Chain, Media, PageEntry, Tier
+from outrider.kv.prefix import TOKEN_BYTES, Chain, Media, Tier
 from outrider.kv.search import GroupView
 
 NEVER = 1 << 62
@@ -43,6 +43,24 @@ class Admission(NamedTuple):
 
     hit: int
     loads: tuple[Load, ...]
+
+
+class Seating(NamedTuple):
+    """How one group of a new sequence is filled: from the cache, and from a peer."""
+
+    view: GroupView
+    placement: Placement
+    pull: Interval
+
+    @property
+    def num_fresh(self) -> int:
+        """Pages to take: for copies, for loads, and for what a peer sends past what is placed."""
+        placement, size = self.placement, self.view.page_tokens
+        beyond = 0
+        if not self.pull.empty:
+            placed = placement.first_page + len(placement.pages)
+            beyond = max(0, page_count(self.pull.end, size) - placed)
+        return len(placement.copied) + len(placement.loads) + beyond
 
 
 class KVManager:
@@ -70,6 +88,8 @@ class KVManager:
         self._copies: list[PageCopy] = []
         self._copy_sources: list[tuple[int, int]] = []
         """(group, page): held until the step that copies completes."""
+        self._copying: list[SequenceKV] = []
+        """Sequences with a copy that no plan has taken yet."""
         self._forgotten: list[str] = []
         # (group, page_tokens), so that loops over groups look nothing up.
         self._target = [(g, layout.groups[g].page_tokens) for g in layout.target_groups]
@@ -98,15 +118,19 @@ class KVManager:
         if id in self.sequences:
             raise RequestError(f"request id {id!r} is in use; choose another")
         self._check_worst_case(id, total_tokens, k)
-        root = self._roots.get((adapter, salt))
-        if root is None:
-            root = self._roots[adapter, salt] = self.config.identity.root(adapter=adapter, salt=salt)
-        sequence = SequenceKV(id, tokens, Chain(root, self.layout.grain, media), len(self.layout.groups))
+        chain = Chain(self._root(adapter, salt), self.layout.grain, media)
+        sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         ahead = self.config.steps_ahead * (1 + k)
         sequence.target_headroom = ahead
         sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._lead
         self.sequences[id] = sequence
         return sequence
+
+    def _root(self, adapter: str, salt: str) -> bytes:
+        root = self._roots.get((adapter, salt))
+        if root is None:
+            root = self._roots[adapter, salt] = self.config.identity.root(adapter=adapter, salt=salt)
+        return root
 
     def worst_case_pages(self, total_tokens: int, k: int, *, draft: bool) -> list[int]:
         """Pages per arena that a sequence could hold at once, running alone."""
@@ -169,12 +193,13 @@ class KVManager:
         *,
         use_cache: bool = True,
         may_draft: bool = True,
-        remote_groups: frozenset[int] | None = None,
+        remote: Mapping[int, Interval] | None = None,
     ) -> Admission:
         """Take everything the cache has for this sequence; raise OutOfPages, holding nothing, if it cannot.
 
-        With remote_groups, a peer holds those groups up to the last token, and pages for what is missing
-        here are taken too: the sequence starts at its last token once they have arrived.
+        With `remote`, a peer holds those intervals per group. Pages for what is missing here are taken too, and
+        the sequence starts at its last token once all has arrived. If the offer is too short for the target,
+        it is left alone and the prompt is computed here.
         """
         assert not sequence.admitted
         layout = self.layout
@@ -184,70 +209,114 @@ class KVManager:
         hit, views = self.search(sequence, limit if use_cache else 0, draft=draft)
         if self._observer:
             self._observer.admitting(sequence, hit, use_cache=use_cache, may_draft=draft)
-        target_views = views[: layout.num_target]
-        placements = [place(view, view.spec.kind.needed(hit.end, hit.tap_rows)) for view in target_views]
-        self._take(sequence, layout.target_groups, placements)
-        sequence.hit = sequence.load_end = hit.end
-        if remote_groups is not None:
-            sequence.load_end = limit
+        holds = [view.spec.kind.needed(hit.end, hit.tap_rows) for view in views[: layout.num_target]]
+        target = self._seatings(views[: layout.num_target], holds, limit, remote)
+        pulled = target is not None and remote is not None
+        if target is None:
+            # The peer's offer is too short for the target: compute the prompt here.
+            target = self._seatings(views[: layout.num_target], holds, hit.end, None)
+        drafts = self._draft_seatings(views[layout.num_target :], hit, limit, remote if pulled else None)
+        assert target is not None
+        # What was found must be held before anything is taken: taking may evict it.
+        self._hold(target)
+        self._hold(drafts)
+        try:
+            self.pool.require([(seat.view.group, seat.num_fresh) for seat in target])
+        except OutOfPages:
+            self._unhold(drafts)
             try:
-                self._take_remote(sequence, self._target, hit.end)
+                self.pool.require([(seat.view.group, seat.num_fresh) for seat in target])
             except OutOfPages:
-                self._return_all(sequence)
+                self._unhold(target)
                 raise
+            drafts = []
+            self.dropped_drafts += 1
+            draft = False
+        for seat in target:
+            self._fill(sequence, seat)
+        sequence.hit = hit.end
+        sequence.load_end = limit if pulled else hit.end
         if draft:
-            pulled = remote_groups is not None and remote_groups.issuperset(layout.draft_groups)
-            self._admit_draft(sequence, hit, views[layout.num_target :], pulled=pulled)
+            self._admit_draft(sequence, hit, drafts)
         sequence.admitted = True
         self.queried_tokens += limit
         self.hit_tokens += hit.end
         if not sequence.loads:
             self._start_at(sequence, hit.end)
+        self._measure_room(sequence)
         self._assign_all(sequence)
         return Admission(hit.end, tuple(sequence.loads))
 
-    def _admit_draft(self, sequence: SequenceKV, hit: Hit, views: list[GroupView], *, pulled: bool) -> None:
+    def _admit_draft(self, sequence: SequenceKV, hit: Hit, seats: list[Seating]) -> None:
         """Draft groups take what lies next to the target's hit, or are dropped: they never delay it."""
-        groups = self.layout.draft_groups
         sequence.drafting = True
         sequence.draft_end = hit.draft[0].end
-        # A run that does not start where the need does is pulled whole rather than patched.
-        patchy = pulled and any(
-            have.start > view.spec.kind.needed(have.end).start
-            for view, have in zip(views, hit.draft, strict=True)
-        )
-        runs = [Interval(have.end, have.end) if patchy else have for have in hit.draft]
         try:
-            self._take(sequence, groups, [place(view, run) for view, run in zip(views, runs, strict=True)])
-            for (g, size), run in zip(self._draft, runs, strict=True):
-                if run.empty:
-                    sequence.groups[g].place(
-                        run.end // size, (), low=run.end, published=page_count(run.end, size)
-                    )
-            if pulled:
-                self._take_remote(sequence, self._draft, 0 if patchy else sequence.draft_end)
+            self.pool.require([(seat.view.group, seat.num_fresh) for seat in seats])
         except OutOfPages:
+            self._unhold(seats)
             self.drop_draft(sequence)
+            return
+        for seat in seats:
+            self._fill(sequence, seat)
 
-    def _take(self, sequence: SequenceKV, groups: range, placements: list[Placement]) -> None:
-        """Hold shared pages and the sources of copies, take fresh pages for copies and loads. All or nothing."""
-        for g, placement in zip(groups, placements, strict=True):
-            self.pool.retain(g, placement.shared)
-            self.pool.retain(g, [source for _, source, _ in placement.copied])
-        try:
-            self.pool.require([(g, p.num_fresh) for g, p in zip(groups, placements, strict=True)])
-        except OutOfPages:
-            for g, placement in zip(groups, placements, strict=True):
-                self.pool.release(g, placement.shared[::-1])
-                self.pool.release(g, [source for _, source, _ in placement.copied])
-            raise
-        for g, placement in zip(groups, placements, strict=True):
-            self._fill(sequence, g, placement)
+    def _seatings(
+        self, views: list[GroupView], holds: list[Interval], end: int, remote: Mapping[int, Interval] | None
+    ) -> list[Seating] | None:
+        """How each group is filled: from the cache, and (to start at `end`) from a peer.
 
-    def _fill(self, sequence: SequenceKV, g: int, placement: Placement) -> None:
-        size, first = self.layout.groups[g].page_tokens, placement.first_page
-        spare = self.pool.acquire(g, placement.num_fresh)
-        filled = [page if page is not None else spare.pop() for page in placement.pages]
+        None if the peer's offer does not cover what is needed.
+        """
+        seats = []
+        for view, hold in zip(views, holds, strict=True):
+            want = Interval(end, end)
+            if remote is not None:
+                offered = remote.get(view.group, Interval(0, 0))
+                found = wanted(view.spec.kind, end=end, margin=self.layout.margin, held=hold, offered=offered)
+                if found is None:
+                    return None
+                want = found
+            left_behind = not want.empty and (hold.empty or want.start > hold.end)
+            # A need that has left behind what is held is pulled alone; on failure the index still has the rest.
+            placement = place(view, Interval(want.start, want.start) if left_behind else hold)
+            seats.append(Seating(view, placement, want))
+        return seats
+
+    def _draft_seatings(
+        self, views: list[GroupView], hit: Hit, limit: int, remote: Mapping[int, Interval] | None
+    ) -> list[Seating]:
+        runs = list(hit.draft)
+        if remote is not None:
+            # A run that does not start where the need does is pulled whole rather than patched.
+            patchy = any(
+                run.start > view.spec.kind.needed(run.end).start
+                for view, run in zip(views, runs, strict=True)
+            )
+            end = self._footprint.durable_end(limit) - self._lead
+            held = [Interval(run.end, run.end) if patchy else run for run in runs]
+            seats = self._seatings(views, held, max(end, hit.draft[0].end), remote) if views else []
+            if seats is not None:
+                return seats
+        return [Seating(view, place(view, run), NOTHING) for view, run in zip(views, runs, strict=True)]
+
+    def _hold(self, seats: list[Seating]) -> None:
+        for seat in seats:
+            self.pool.retain(seat.view.group, seat.placement.shared)
+            for _, source, _ in seat.placement.copied:
+                self.pool.retain_source(seat.view.group, source)
+
+    def _unhold(self, seats: list[Seating]) -> None:
+        for seat in seats:
+            self.pool.release(seat.view.group, seat.placement.shared[::-1])
+            for _, source, _ in seat.placement.copied:
+                self.pool.release_source(seat.view.group, source)
+
+    def _fill(self, sequence: SequenceKV, seat: Seating) -> None:
+        """Put pages in place; fresh ones were required before."""
+        g, size, placement = seat.view.group, seat.view.page_tokens, seat.placement
+        first = placement.first_page
+        spare = self.pool.acquire(g, seat.num_fresh)
+        filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
         if self._observer:
             for offset, page in enumerate(placement.pages):
                 if page is not None:
@@ -255,34 +324,21 @@ class KVManager:
             for number, source, slots in placement.copied:
                 self._observer.shared(sequence, g, number, source, slots)
         for number, source, slots in placement.copied:
-            self._copy_later(g, source, filled[number - first], slots)
+            self._copy_later(sequence, g, source, filled[number - first], slots)
         for load in placement.loads:
             sequence.loads[load] = LoadState.PENDING
-        whole = 0 if placement.loads else len(filled) - len(placement.copied)
-        sequence.groups[g].place(first, filled, low=first * size, published=first + whole)
+        if not seat.pull.empty:
+            sequence.loads[Load(g, seat.pull, None)] = LoadState.PENDING
+        sequence.groups[g].place(first, filled, low=placement.low, published=placement.published)
 
-    def _copy_later(self, g: int, source: int, destination: int, slots: int) -> None:
+    def _copy_later(
+        self, sequence: SequenceKV, g: int, source: int, destination: int, stop: int, first: int = 0
+    ) -> None:
         """The next plan copies; its source, which the caller holds, is let go when that step completes."""
-        self._copies.append(PageCopy(g, source, destination, slots))
+        self._copies.append(PageCopy(g, source, destination, first, stop))
         self._copy_sources.append((g, source))
-
-    def _take_remote(self, sequence: SequenceKV, groups: list[tuple[int, int]], held_end: int) -> None:
-        """Pages for what a peer sends: per group, the need at the load's end minus what is held."""
-        end, fresh = sequence.load_end, []
-        for g, size in groups:
-            state, kind = sequence.groups[g], self.layout.groups[g].kind
-            held = Interval(state.low, held_end) if state.held() else Interval(0, 0)
-            want = wanted(kind, end=end, margin=self.layout.margin, held=held)
-            if want.start > held.end:
-                # The need has left behind what is held; on failure the index still has it.
-                self._give_back(g, state.held())
-                state.place(want.start // size, (), low=want.start, published=page_count(want.start, size))
-            fresh.append((g, want, max(0, page_count(end, size) - len(state.pages))))
-        self.pool.require([(g, count) for g, _want, count in fresh])
-        for g, want, count in fresh:
-            sequence.groups[g].pages += self.pool.acquire(g, count)
-            if not want.empty:
-                sequence.loads[Load(g, want, None)] = LoadState.PENDING
+        sequence.copy_step = NEVER
+        self._copying.append(sequence)
 
     def _assign_all(self, sequence: SequenceKV) -> None:
         for g, state in enumerate(sequence.groups):
@@ -299,6 +355,10 @@ class KVManager:
             self._observer.imported(sequence, load.group, load.interval)
         sequence.loads[load] = LoadState.ARRIVED
 
+    def copies_outstanding(self, sequence: SequenceKV) -> bool:
+        """Does a page of the sequence still wait for its copy? Until then nothing of it may be published."""
+        return sequence.copy_step > self.pool.last_completed
+
     def fail_load(self, sequence: SequenceKV, load: Load) -> None:
         """These slots will not arrive, and nothing writes to their pages any more."""
         if sequence.loads.get(load) is LoadState.PENDING:
@@ -309,41 +369,38 @@ class KVManager:
 
         Draft groups never hold the target back: what did not arrive is rebuilt, or stays out below `low`.
         """
-        assert not sequence.loading
+        assert not sequence.loading and not self.copies_outstanding(sequence)
         layout, loads = self.layout, sequence.loads
-        held = [
-            [Interval(sequence.groups[g].low, sequence.hit), *arrived_parts(loads, g)]
-            if not any(load.group == g and load.key is not None for load in loads)
-            else self._tier_parts(sequence, g)
-            for g in layout.target_groups
-        ]
+        held = [self._loaded_parts(sequence, g) for g in layout.target_groups]
         limit = first_failure(loads, layout.target_groups, sequence.load_end)
         end = longest_held([layout.groups[g].kind for g in layout.target_groups], held, limit)
         if sequence.drafting:
             self._settle_draft(sequence, end)
-        for (g, _size), parts in zip(self._target, held, strict=True):
-            self._cut(sequence, g, end)
-            sequence.groups[g].low = run_start(parts, end)
+        for (g, size), parts in zip(self._target, held, strict=True):
+            low = run_start(parts, end)
+            if low < end:
+                self._cut(sequence, g, end)
+                sequence.groups[g].low = low
+            else:
+                self._start_empty(sequence, g, size, end)
         loads.clear()
         self._start_at(sequence, end)
         self._assign_all(sequence)
         return end
 
-    def _tier_parts(self, sequence: SequenceKV, g: int) -> list[Interval]:
-        """What is held of a group whose hit lies partly in another tier: all but the failed pages."""
-        failed = [
-            load.interval
-            for load, state in sequence.loads.items()
-            if load.group == g and state is LoadState.FAILED
-        ]
-        return list(subtract(Interval(sequence.groups[g].low, sequence.hit), failed))
+    def _loaded_parts(self, sequence: SequenceKV, g: int) -> list[Interval]:
+        """What is held of a group once its loads have ended: the hit without failed pages, and what a peer sent."""
+        loads = sequence.loads
+        failed = [load.interval for load, s in loads.items() if load.group == g and s is LoadState.FAILED]
+        local = Interval(sequence.groups[g].low, sequence.hit)
+        return [*subtract(local, failed), *arrived_parts(loads, g)]
 
     def _settle_draft(self, sequence: SequenceKV, end: int) -> None:
         """Decide what the draft groups hold at the start `end`."""
         groups, footprint = self.layout.draft_groups, self._footprint
         failed = first_failure(sequence.loads, groups, NEVER) < NEVER
-        if any(load.group in groups and load.key is None for load in sequence.loads):
-            sequence.draft_end = sequence.load_end
+        pulled = [load.interval.end for load in sequence.loads if load.group in groups and load.key is None]
+        sequence.draft_end = max([sequence.draft_end, *pulled])
         draft_end = 0 if failed else min(sequence.draft_end, end)
         tap_rows = footprint.token_reach if end == sequence.hit else 0
         if not footprint.rebuild and draft_end < end - tap_rows:
@@ -351,12 +408,15 @@ class KVManager:
         sequence.draft_end = draft_end
         for g, size in self._draft:
             if failed:
-                self._give_back(g, sequence.groups[g].held())
-                sequence.groups[g].place(
-                    draft_end // size, (), low=draft_end, published=page_count(draft_end, size)
-                )
+                self._start_empty(sequence, g, size, draft_end)
             else:
                 self._cut(sequence, g, draft_end)
+
+    def _start_empty(self, sequence: SequenceKV, g: int, size: int, low: int) -> None:
+        """Hold nothing in this group; what comes next is written from `low` on."""
+        state = sequence.groups[g]
+        self._give_back(g, state.held())
+        state.place(low // size, (), low=low, published=page_count(low, size))
 
     def abandon_loading(self, sequence: SequenceKV) -> list[tuple[int, list[int]]]:
         """A transfer is lost in mid-flight: set its pages aside, and hold nothing.
@@ -400,14 +460,16 @@ class KVManager:
         if target_end <= sequence.target_room and draft_end <= sequence.draft_room:
             return
         missing = self._missing(sequence, self._target, target_end)
-        self.pool.require(missing)
+        if missing:
+            self.pool.require(missing)
         if sequence.drafting:
             draft_missing = self._missing(sequence, self._draft, draft_end)
-            try:
-                self.pool.require(missing + draft_missing)
-                missing += draft_missing
-            except OutOfPages:
-                self.drop_draft(sequence)
+            if draft_missing:
+                try:
+                    self.pool.require(missing + draft_missing)
+                    missing += draft_missing
+                except OutOfPages:
+                    self.drop_draft(sequence)
         for g, count in missing:
             state = sequence.groups[g]
             pages = self.pool.acquire(g, count)
@@ -489,27 +551,30 @@ class KVManager:
         state.published = stop
         if g >= layout.num_target and self._fed_above_gap(sequence, g):
             return
-        kind, reach = layout.groups[g].kind, layout.reach[g]
+        reach, pages = layout.reach[g], state.pages
         known, in_index = self.pool.indexes[g].pages, self.pool.arena(g).published
         chain.extend(sequence.tokens, stop * size)
-        bases, step = chain.bases, size // layout.grain
+        step = size // layout.grain
+        bases = chain.bases[first * step : stop * step + 1 : step]
         data = sequence.tokens[first * size : stop * size + reach].tobytes()
         stride, width = size * TOKEN_BYTES, (size + reach) * TOKEN_BYTES
+        skims, media, offset = not layout.retains_all[g], chain.media, 0
+        entries = []
         for number in range(first, stop):
-            offset = (number - first) * stride
             content = data[offset : offset + width]
-            key = bases[(number + 1) * step] + content[stride:]
-            page = state.pages[number]
-            if key in known or in_index[page]:
+            key = bases[number - first + 1]
+            if reach:
+                key += content[stride:]
+            offset += stride
+            page = pages[number]
+            if key in known or in_index[page] or (skims and not layout.retains(g, number)):
                 continue
-            span = Interval(number * size, number * size + size)
-            if not kind.retains(span, alignment=layout.alignment, margin=layout.margin):
-                continue
-            if chain.media and chain.has_media(span.start, span.end + reach):
+            if media and chain.has_media(number * size, (number + 1) * size + reach):
                 content = b""
-            self.pool.publish(g, PageEntry(content, page, key, bases[number * step]))
+            entries.append((content, page, key, bases[number - first]))
             if self._observer:
                 self._observer.published(sequence, g, number, page, key)
+        self.pool.publish(g, entries)
 
     def _fed_above_gap(self, sequence: SequenceKV, g: int) -> bool:
         """A drafter that reads its own KV while feeding wrote something else than its key would say."""
@@ -521,7 +586,8 @@ class KVManager:
         for g, size in self._held_groups(sequence):
             state = sequence.groups[g]
             end = min(sequence.committed, self._durable_end(sequence, g))
-            stop = min(self.layout.groups[g].kind.needed(end).start // size, len(state.pages))
+            needed = self.layout.groups[g].kind.needed(end, self.config.keep_margin)
+            stop = min(needed.start // size, len(state.pages))
             if stop > state.first_page:
                 freed = state.pages[state.first_page : stop]
                 state.pages[state.first_page : stop] = [SINK] * len(freed)
@@ -538,7 +604,7 @@ class KVManager:
                 event = min(event, (state.published + 1) * size - lead)
             freed_at = self.layout.groups[g].kind.freed_at((state.first_page + 1) * size)
             if freed_at is not None:
-                event = min(event, freed_at)
+                event = min(event, freed_at + self.config.keep_margin)
         sequence.next_event = event
 
     def _trim(self, sequence: SequenceKV, v: int) -> None:
@@ -572,8 +638,10 @@ class KVManager:
         if arena.refs[page] == 1 and not arena.published[page]:
             return
         (fresh,) = self.pool.acquire(g, 1)
-        self._copy_later(g, page, fresh, end - number * size)
+        self.pool.retain_source(g, page)
+        self._copy_later(sequence, g, page, fresh, end - number * size, max(0, state.low - number * size))
         state.pages[number] = fresh
+        self.pool.release(g, [page])
         self._assignments.append(PageAssignment(sequence.id, g, number, (fresh,), state.low))
 
     # ---- forks -------------------------------------------------------------------------------------
@@ -610,13 +678,16 @@ class KVManager:
             self.pool.retain(g, pages)
             if g in partial:
                 source = state.pages[whole]
-                self.pool.retain(g, [source])
+                self.pool.retain_source(g, source)
                 (fresh,) = self.pool.acquire(g, 1)
-                self._copy_later(g, source, fresh, end - whole * size)
+                self._copy_later(
+                    child, g, source, fresh, end - whole * size, max(0, state.low - whole * size)
+                )
                 pages = [*pages, fresh]
             first = min(state.first_page, whole)
-            published = max(first, min(whole, state.published))
-            child.groups[g].place(first, pages, low=min(state.low, end), published=published)
+            low = min(state.low, end)
+            published = max(first, min(whole, state.published), page_count(low, size))
+            child.groups[g].place(first, pages, low=low, published=published)
 
     # ---- letting go --------------------------------------------------------------------------------
 
@@ -684,8 +755,12 @@ class KVManager:
         )
         self.pool.begin(step)
         for g, page in self._copy_sources:
-            self.pool.release(g, [page])  # deferred: this very step still reads it
-        self._assignments, self._copies, self._copy_sources, self._forgotten = [], [], [], []
+            self.pool.release_source(g, page)  # deferred: this very step still reads it
+        for sequence in self._copying:
+            if sequence.copy_step == NEVER:
+                sequence.copy_step = step
+        self._assignments, self._copies, self._copy_sources = [], [], []
+        self._copying, self._forgotten = [], []
         return plan
 
     def complete(self, step: int) -> None:
@@ -694,23 +769,26 @@ class KVManager:
 
     def _start_at(self, sequence: SequenceKV, end: int) -> None:
         sequence.committed = end
-        self._advance(sequence)
+        self._advance(sequence, keep_window=True)  # tap rows read a little further back
         self._measure_room(sequence)
 
     def _measure_room(self, sequence: SequenceKV) -> None:
+        """How far each owner's pages reach, and where its last page starts."""
         groups = sequence.groups
-        ends = [(len(groups[g].pages) * size, size) for g, size in self._target]
-        sequence.target_room = min(end for end, _size in ends)
-        sequence.target_last_page_start = max(end - size for end, size in ends)
+        room, last = NEVER, -1
+        for g, size in self._target:
+            end = len(groups[g].pages) * size
+            room, last = min(room, end), max(last, end - size)
+        sequence.target_room, sequence.target_last_page_start = room, last
+        room, last = NEVER, -1
         if sequence.drafting:
-            ends = [(len(groups[g].pages) * size, size) for g, size in self._draft]
-            sequence.draft_room = min(end for end, _size in ends)
-            sequence.draft_last_page_start = max(end - size for end, size in ends)
-        else:
-            sequence.draft_room, sequence.draft_last_page_start = NEVER, -1
+            for g, size in self._draft:
+                end = len(groups[g].pages) * size
+                room, last = min(room, end), max(last, end - size)
+        sequence.draft_room, sequence.draft_last_page_start = room, last
 
-    def check_integrity(self) -> None:
-        """Arenas and ledger agree about every reference."""
+    def count_references(self) -> list[list[int]]:
+        """Per arena and page: how many holders the ledger knows of."""
         refs = [[0] * arena.num_pages for arena in self.pool.arenas]
         for sequence in self.sequences.values():
             for g, state in enumerate(sequence.groups):
@@ -720,7 +798,12 @@ class KVManager:
             refs[arena_index][page] += 1
         for g, page in self._copy_sources:
             refs[self.layout.arena_of[g]][page] += 1
-        for arena, counted in zip(self.pool.arenas, refs, strict=True):
-            arena.check_integrity()
+        for counted in refs:
             counted[SINK] = 1
+        return refs
+
+    def check_integrity(self) -> None:
+        """Arenas and ledger agree about every reference."""
+        for arena, counted in zip(self.pool.arenas, self.count_references(), strict=True):
+            arena.check_integrity()
             assert counted == arena.refs, f"arena {arena.index}: ledger and reference counts disagree"

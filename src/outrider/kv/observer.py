@@ -32,6 +32,11 @@ class KVObserver:
 
     def retained(self, arena: int, pages: Sequence[int]) -> None: ...
 
+    def source_held(self, arena: int, page: int) -> None:
+        """Held only so that a coming copy can read it; its owner may go on writing past the copied slots."""
+
+    def source_let_go(self, arena: int, page: int) -> None: ...
+
     def releasing(self, arena: int, pages: Sequence[int]) -> None: ...
 
     def deferred(self, arena: int, pages: Sequence[int], step: int) -> None:

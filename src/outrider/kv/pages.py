@@ -93,9 +93,10 @@ class PageArena:
         """One holder fewer for each page. The first pages given are evicted first."""
         refs, published, free, cached = self.refs, self.published, self._free, self._cached
         for page in pages:
-            assert refs[page] > 0 and page != SINK, f"page {page} of arena {self.index} released too often"
-            refs[page] -= 1
-            if refs[page] == 0:
+            left = refs[page] - 1
+            assert left >= 0, f"page {page} of arena {self.index} released too often"
+            refs[page] = left
+            if left == 0:
                 if published[page]:
                     cached[page] = None
                 else:
@@ -120,6 +121,10 @@ class PageArena:
             self.published[page] = 0
             self._free.append(page)
         self._cached.clear()
+
+    def has_duplicates(self) -> bool:
+        """Is a page on the free list twice?"""
+        return len(set(self._free)) != len(self._free)
 
     def check_integrity(self) -> None:
         """Every page but the sink is in exactly one place."""

@@ -24,12 +24,13 @@ class PageAssignment(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copy the first `slots` slots of a page, before anything else in the step runs."""
+    """Copy slots [first, stop) of a page, before anything else in the step runs."""
 
     group: int
     source: int
     destination: int
-    slots: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

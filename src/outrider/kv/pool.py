@@ -30,9 +30,9 @@ class PagePool:
         self.indexes = [GroupIndex() for _ in layout.groups]
         self._observer = observer
         self._arena_of = layout.arena_of
-        self._group_of_page: list[dict[int, int]] = [{} for _ in self.arenas]
+        self._group_of_page = [[-1] * arena.num_pages for arena in self.arenas]
         self._last_planned = -1
-        self._last_completed = -1
+        self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
         """(step, arena, pages): let go of, but the step may still touch them."""
 
@@ -41,6 +41,12 @@ class PagePool:
 
     def require(self, wanted: Sequence[tuple[int, int]]) -> None:
         """Raise OutOfPages unless (group, pages) can all be had together."""
+        if len(wanted) == 1:
+            ((group, count),) = wanted
+            arena = self.arenas[self._arena_of[group]]
+            if count > arena.num_available:
+                raise OutOfPages(arena.index, count - arena.num_available)
+            return
         per_arena: dict[int, int] = {}
         for group, count in wanted:
             index = self._arena_of[group]
@@ -62,6 +68,17 @@ class PagePool:
         self.arenas[index].retain(pages)
         if self._observer and pages:
             self._observer.retained(index, pages)
+
+    def retain_source(self, group: int, page: int) -> None:
+        """Hold a page so that a copy can read it; release_source when the copy has run."""
+        self.retain(group, [page])
+        if self._observer:
+            self._observer.source_held(self._arena_of[group], page)
+
+    def release_source(self, group: int, page: int) -> None:
+        if self._observer:
+            self._observer.source_let_go(self._arena_of[group], page)
+        self.release(group, [page])
 
     def release(self, group: int, pages: list[int]) -> None:
         """Let go; the first pages given are evicted first. Nothing that a step may touch is reused yet."""
@@ -92,14 +109,16 @@ class PagePool:
             self._observer.restored(index, pages)
         self.arenas[index].restore(pages)
 
-    def publish(self, group: int, entry: PageEntry) -> None:
-        index = self._arena_of[group]
-        self.indexes[group].insert(entry)
-        self.arenas[index].published[entry.page] = 1
-        self._group_of_page[index][entry.page] = group
+    def publish(self, group: int, entries: list[PageEntry]) -> None:
+        arena = self._arena_of[group]
+        published, group_of_page = self.arenas[arena].published, self._group_of_page[arena]
+        self.indexes[group].insert(entries)
+        for _content, page, _key, _parent in entries:
+            published[page] = 1
+            group_of_page[page] = group
 
     def _evict(self, index: int, page: int) -> None:
-        group = self._group_of_page[index].pop(page)
+        group = self._group_of_page[index][page]
         self.indexes[group].remove_page(page)
         if self._observer:
             self._observer.evicted(index, page)
@@ -111,8 +130,6 @@ class PagePool:
             arena.published = bytearray(arena.num_pages)
         for group_index in self.indexes:
             group_index.clear()
-        for owner in self._group_of_page:
-            owner.clear()
         if self._observer:
             self._observer.cache_reset()
 
@@ -123,12 +140,12 @@ class PagePool:
 
     @property
     def step_in_flight(self) -> bool:
-        return self._last_planned > self._last_completed
+        return self._last_planned > self.last_completed
 
     def complete(self, step: int) -> None:
         """The step has run: what it could touch may be reused."""
-        assert step == self._last_completed + 1, f"step {step} completed after {self._last_completed}"
-        self._last_completed = step
+        assert step == self.last_completed + 1, f"step {step} completed after {self.last_completed}"
+        self.last_completed = step
         if self._observer:
             self._observer.completed(step)
         while self._pending and self._pending[0][0] <= step:

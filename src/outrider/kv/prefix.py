@@ -120,13 +120,9 @@ class Chain:
         )
 
 
-class PageEntry(NamedTuple):
-    """One published page. `content` is its tokens and the reach after them, or empty if it holds media."""
-
-    content: bytes
-    page: int
-    key: bytes
-    parent: bytes
+PageEntry = tuple[bytes, int, bytes, bytes]
+"""One published page: (content, page, key, parent). `content` is its tokens and the reach after them, or
+empty if it holds media. A plain tuple, since the garbage collector then stops visiting it."""
 
 
 class Tier(Protocol):
@@ -149,31 +145,35 @@ class GroupIndex:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def insert(self, entry: PageEntry) -> None:
-        self.pages[entry.key] = entry.page
-        self._entries[entry.page] = entry
-        if not entry.content:
-            return
-        sibling = self._children.get(entry.parent)
-        if sibling is None:
-            self._children[entry.parent] = entry
-        elif isinstance(sibling, list):
+    def insert(self, new: Iterable[PageEntry]) -> None:
+        pages, entries, first_child = self.pages, self._entries, self._children.setdefault
+        for entry in new:
+            content, page, key, parent = entry
+            pages[key] = page
+            entries[page] = entry
+            if content:
+                sibling = first_child(parent, entry)
+                if sibling is not entry:
+                    self._insert_sibling(sibling, entry, parent)
+
+    def _insert_sibling(self, sibling: PageEntry | list[PageEntry], entry: PageEntry, parent: bytes) -> None:
+        if isinstance(sibling, list):
             insort(sibling, entry)
         else:
-            self._children[entry.parent] = sorted((sibling, entry))
+            self._children[parent] = sorted((sibling, entry))
 
-    def remove_page(self, page: int) -> PageEntry:
+    def remove_page(self, page: int) -> None:
         entry = self._entries.pop(page)
-        del self.pages[entry.key]
-        if entry.content:
-            siblings = self._children[entry.parent]
+        content, _page, key, parent = entry
+        del self.pages[key]
+        if content:
+            siblings = self._children[parent]
             if isinstance(siblings, list):
                 del siblings[bisect_left(siblings, entry)]
                 if len(siblings) == 1:
-                    self._children[entry.parent] = siblings[0]
+                    self._children[parent] = siblings[0]
             else:
-                del self._children[entry.parent]
-        return entry
+                del self._children[parent]
 
     def clear(self) -> None:
         self.pages.clear()
@@ -190,15 +190,15 @@ class GroupIndex:
         if siblings is None:
             return (0, 0)
         if isinstance(siblings, list):
-            place = bisect_left(siblings, (content,))
+            place = bisect_left(siblings, (content, 0, b"", b""))
             candidates = siblings[max(0, place - 1) : place + 1]
         else:
             candidates = [siblings]
         best_page, best_tokens = 0, 0
-        for entry in candidates:
-            tokens = _common_tokens(entry.content, content)
+        for known, page, _key, _parent in candidates:
+            tokens = _common_tokens(known, content)
             if tokens > best_tokens:
-                best_page, best_tokens = entry.page, tokens
+                best_page, best_tokens = page, tokens
         return (best_page, best_tokens)
 
 

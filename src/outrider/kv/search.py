@@ -116,19 +116,22 @@ class GroupView:
     def _extend_whole(self, max_pages: int) -> None:
         """Follow the chain through the device's index for as long as it holds."""
         bases, step, reach, whole = self._chain.bases, self._step, self.reach, self.whole
-        get = self._index.pages.get
+        get, append = self._index.pages.get, self.whole.append
         known = min(max_pages, (len(self._tokens) - reach) // self.page_tokens)
-        keys = bases[(len(whole) + 1) * step : known * step + 1 : step]
-        if reach:
-            stride, width = self.page_tokens * TOKEN_BYTES, reach * TOKEN_BYTES
-            data = self._tokens.tobytes()
-            ends = range((len(whole) + 1) * stride, (len(whole) + 1 + len(keys)) * stride, stride)
-            keys = [key + data[end : end + width] for key, end in zip(keys, ends, strict=True)]
-        for key in keys:
-            device_page = get(key)
-            if device_page is None:
-                break
-            whole.append(device_page)
+        if not reach:
+            for key in bases[(len(whole) + 1) * step : known * step + 1 : step]:
+                page = get(key)
+                if page is None:
+                    return
+                append(page)
+            return
+        stride, width = self.page_tokens * TOKEN_BYTES, reach * TOKEN_BYTES
+        data = self._tokens.tobytes()
+        for number in range(len(whole) + 1, known + 1):
+            page = get(bases[number * step] + data[number * stride : number * stride + width])
+            if page is None:
+                return
+            append(page)
 
     def longest(self, limit: int) -> int:
         """The largest end <= limit at which this group holds everything needed."""
@@ -159,6 +162,8 @@ class GroupView:
         last = (interval.end - 1) // size
         if self.find(last).slots < interval.end - last * size:
             return False
+        if interval.start < size:
+            return self.whole_prefix(last) == last
         return all(self.find(page).slots == size for page in range(interval.start // size, last))
 
 

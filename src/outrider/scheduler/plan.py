@@ -36,6 +36,11 @@ class StepRow(NamedTuple):
     feed_to: int | None
     """Feeding stops here while a drafter catches up; None: it keeps up."""
 
+    @property
+    def kept_from(self) -> int:
+        """The first position whose K/V is kept; tap rows come before it and write to the sink."""
+        return self.start
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:

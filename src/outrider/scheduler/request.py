@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.errors import RequestError
+from outrider.kv.intervals import Interval
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
 from outrider.scheduler.plan import StepRow
@@ -53,8 +54,8 @@ class RequestSpec:
     media: tuple[Media, ...] = ()
     use_cache: bool = True
     """False for prompt log-probabilities: every prompt row must be computed."""
-    remote_groups: frozenset[int] | None = None
-    """Groups that a prefill worker holds for this prompt; the last token of `prompt` is the one it sampled."""
+    remote: Mapping[int, Interval] | None = None
+    """What a prefill worker holds for this prompt, per group; the last token of `prompt` is the one it sampled."""
     prefilled_tokens: int = 0
     """How many tokens at the end of `prompt` count as generated already."""
 
@@ -94,6 +95,8 @@ class Request:
     drafts: int = 0
     """Drafts that wait for verification."""
     proposed: int = 0
+    planned_step: int = -1
+    """The last step that counts on this request."""
     flight: list[StepRow] = field(default_factory=list)
     fresh: bool = True
     """No row since admission: tap rows may be due."""

@@ -31,6 +31,8 @@ class Scheduler:
         self.kv = kv
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.num_stalls = 0
+        """Rows that could not be planned for want of pages."""
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -39,11 +41,16 @@ class Scheduler:
         self._prefilling = RunningList()
         self._decoding = RunningList()
         self._loading: dict[str, Request] = {}
+        self._settling: list[Request] = []
+        """Everything has arrived, but a page copy has yet to run."""
         self._new_loads: list[tuple[str, tuple[Load, ...]]] = []
         self._arrivals = 0
         self._next_step = 0
         self._rows: list[StepRow] = []
-        self._planned: set[str] = set()
+        self._full_k: dict[int, int] = {}
+        self._ahead: list[int] = []
+        """Per k: slots past v that the draft groups of an unlimited drafter reserve."""
+        self._draft_rows: list[int] = []
         self._short_of_pages = False
         self._updates: list[Update] = []
 
@@ -58,11 +65,11 @@ class Scheduler:
                 f"request {spec.id!r}: the prompt has {len(spec.prompt)} tokens, but the model's limit is {limit} "
                 "and one must be left to generate; shorten the prompt"
             )
-        if spec.remote_groups is not None and not spec.remote_groups.issuperset(self.kv.layout.target_groups):
+        if spec.remote is not None and not set(spec.remote).issuperset(self.kv.layout.target_groups):
             raise RequestError(
                 f"request {spec.id!r}: the peer does not hold every target group; prefill it here"
             )
-        if spec.n > 1 and (self.config.role is Role.PREFILL or spec.remote_groups is not None):
+        if spec.n > 1 and (self.config.role is Role.PREFILL or spec.remote is not None):
             raise RequestError(
                 f"request {spec.id!r}: n = {spec.n} cannot be handed from a prefill to a decode worker; "
                 "send n requests, the prompt is computed once"
@@ -72,7 +79,9 @@ class Scheduler:
         self._arrivals += 1
 
     def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int, arrival: int) -> Request:
-        total = min(prompt_len + spec.max_tokens, self.kv.config.max_model_len)
+        # A prefill worker's part ends with the first token.
+        wanted = 1 if self.config.role is Role.PREFILL else spec.max_tokens
+        total = min(prompt_len + wanted, self.kv.config.max_model_len)
         k = 0 if self.config.role is Role.PREFILL else spec.k
         sequence = self.kv.open(
             spec.id, tokens, total_tokens=total, k=k, adapter=spec.adapter, salt=spec.salt, media=spec.media
@@ -94,12 +103,18 @@ class Scheduler:
 
     def _full_k_until(self, k: int) -> int:
         """The largest v from which all k drafts fit: fit() never grows with v."""
+        if k in self._full_k:
+            return self._full_k[k]
+        while len(self._ahead) <= k:
+            self._draft_rows.append(self._footprint.draft_rows(len(self._ahead)))
+            self._ahead.append(self._footprint.reserve_end(v=0, k=len(self._ahead)))
         limit = self.kv.config.max_model_len
 
         def too_far(v: int) -> bool:
             return self._footprint.fit(k=k, v=v, max_model_len=limit, remaining_tokens=k + 1) < k
 
-        return bisect_right(range(limit + 1), False, key=too_far) - 1
+        self._full_k[k] = bisect_right(range(limit + 1), False, key=too_far) - 1
+        return self._full_k[k]
 
     def abort(self, request_id: str) -> list[tuple[int, list[int]]]:
         """Forget a request. Returns pages that a transfer in flight may still write to (see abandon_load)."""
@@ -140,12 +155,21 @@ class Scheduler:
     def num_loading(self) -> int:
         return len(self._loading)
 
+    @property
+    def has_work(self) -> bool:
+        """Is anybody waiting, loading or running? Requests that are only held for a peer do not count."""
+        return bool(self.num_running or len(self._waiting) or self._loading)
+
+    @property
+    def only_loading(self) -> bool:
+        """Nothing can be planned before a load ends."""
+        return bool(self._loading) and not self.num_running and not len(self._waiting)
+
     # ---- planning ----------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plan the next step from what is known now."""
         self._rows = []
-        self._planned = set()
         self._short_of_pages = False
         prompts_wait = len(self._prefilling) > 0 or self._waiting.peek() is not None
         budget = StepBudget(
@@ -164,7 +188,8 @@ class Scheduler:
         return StepPlan(step=step, rows=tuple(self._rows), kv=self.kv.take_plan(step))
 
     def _plan_decodes(self, budget: StepBudget) -> None:
-        footprint = self._footprint
+        footprint, ahead, draft_rows = self._footprint, self._ahead, self._draft_rows
+        has_groups, rows, step, new_row = bool(footprint.groups), self._rows, self._next_step, tuple.__new__
         share_k: dict[int, int] = {}
         for request in self._decoding.snapshot():
             if request.state is not State.DECODING:
@@ -192,9 +217,37 @@ class Scheduler:
                 k = footprint.fit(
                     k=k, v=v, max_model_len=self.kv.config.max_model_len, remaining_tokens=remaining
                 )
-            if not kv.drafting and footprint.groups:
+            if not kv.drafting and has_groups:
                 k = 0
-            self._plan_row(request, budget, start=start, count=1 + drafts, drafts=drafts, k=k, samples=1)
+            if (
+                request.fresh
+                or v > kv.target_room
+                or v + ahead[k] > kv.draft_room
+                or 1 + drafts + draft_rows[k] > budget.left
+            ):
+                self._plan_row(request, budget, start=start, count=1 + drafts, drafts=drafts, k=k, samples=1)
+                continue
+            # The common case: nothing to reserve, nothing to catch up with.
+            row = new_row(
+                StepRow,
+                (
+                    request.spec.id,
+                    request.epoch,
+                    start,
+                    1 + drafts,
+                    drafts,
+                    0,
+                    k,
+                    1,
+                    kv.draft_end if kv.drafting else -1,
+                    request.proposed,
+                    None,
+                ),
+            )
+            rows.append(row)
+            flight.append(row)
+            request.planned_step = step
+            budget.left -= 1 + drafts + draft_rows[k]
 
     def _plan_prefill(self, request: Request, budget: StepBudget) -> None:
         """The next chunk of a prompt; the last chunk samples, and proposes."""
@@ -285,7 +338,7 @@ class Scheduler:
         request.flight.append(row)
         request.fresh = feed_to is not None
         request.stalled = False
-        self._planned.add(request.spec.id)
+        request.planned_step = self._next_step
         budget.left -= count + tap_rows + catch_up_rows + footprint.draft_rows(k)
         return True
 
@@ -301,6 +354,7 @@ class Scheduler:
             except OutOfPages as shortage:
                 if not self._make_room(request, shortage.arena):
                     request.stalled = True
+                    self.num_stalls += 1
                     self._short_of_pages = True
                     return False
 
@@ -332,7 +386,7 @@ class Scheduler:
         """The last-ranked request behind this one, unless this step already counts on it."""
         candidates = [c for c in (self._decoding.last(), self._prefilling.last()) if c is not None]
         victim = max(candidates, key=lambda c: c.rank, default=None)
-        if victim is None or victim.rank <= request.rank or victim.id in self._planned:
+        if victim is None or victim.rank <= request.rank or victim.planned_step == self._next_step:
             return None
         return victim
 
@@ -374,10 +428,10 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         kv, spec = request.kv, request.spec
-        remote = spec.remote_groups if request.epoch == 0 else None
+        remote = spec.remote if request.epoch == 0 else None
         try:
             admission = self.kv.admit(
-                kv, use_cache=spec.use_cache, may_draft=request.may_draft, remote_groups=remote
+                kv, use_cache=spec.use_cache, may_draft=request.may_draft, remote=remote
             )
         except OutOfPages:
             return False
@@ -434,7 +488,10 @@ class Scheduler:
 
     def _maybe_start_loaded(self, request: Request) -> None:
         kv = request.kv
-        if kv.loading:
+        if kv.loading or request.state is not State.LOADING:
+            return
+        if self.kv.copies_outstanding(kv):
+            self._settling.append(request)
             return
         wanted = kv.load_end
         del self._loading[request.id]
@@ -487,6 +544,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[Update]:
         """Take over what a step decided; every request advances to its own v."""
         self.kv.complete(plan.step)
+        settling, self._settling = self._settling, []
+        for request in settling:
+            self._maybe_start_loaded(request)
         updates, self._updates = self._updates, []
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
             request = self.requests.get(row.request)
@@ -498,7 +558,7 @@ class Scheduler:
                     self._commit_kv(request, row, row.start + row.num_rows)
                 continue
             kept, finish = self._append(request, tokens)
-            if finish is None and self.config.role is Role.PREFILL:
+            if finish == "length" and self._hands_over(request):
                 finish = "prefilled"
             if row.drafts:
                 self.num_drafts += 1
@@ -518,10 +578,17 @@ class Scheduler:
                 self._finish(request, finish)
         return updates
 
+    def _hands_over(self, request: Request) -> bool:
+        """Is this the end of a prefill worker's part, and not of the request?"""
+        whole = min(request.prompt_len + request.spec.max_tokens, self.kv.config.max_model_len)
+        return self.config.role is Role.PREFILL and request.max_total < whole
+
     def _commit_kv(self, request: Request, row: StepRow, v: int, *, keep_window: bool = False) -> None:
         kv, flight = request.kv, request.flight
         fed_to = row.feed_to
-        self.kv.commit(kv, v, fed_to=fed_to, ahead=flight[0].num_rows if flight else 0, keep_window=keep_window)
+        self.kv.commit(
+            kv, v, fed_to=fed_to, ahead=flight[0].num_rows if flight else 0, keep_window=keep_window
+        )
         if fed_to is not None:
             request.fresh = True
 

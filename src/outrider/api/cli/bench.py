@@ -1,0 +1,192 @@
+"""`outrider bench`: measures the engine's own cost. One command per thing that is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.bench.kv import REFERENCE_SOURCE, KVBenchConfig, Workload, measure
+from outrider.speculative.footprints import FOOTPRINTS
+
+DEFAULT_REPEATS = 5
+DEFAULT_REQUESTS = 1000
+QUICK_REPEATS = 1
+QUICK_REQUESTS = 512
+
+bench_app = typer.Typer(
+    help="Measure what Outrider itself costs, without a model.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    # With a callback, `kv` stays a sub-command while it is the only one.
+    pass
+
+
+# Given as text, since typer would keep the line breaks of a docstring.
+KV_HELP = (
+    "Measure the scheduler and the KV core.\n\n"
+    "Serves 1,000 requests of 1,024 prompt tokens that share their first 512, on pages of 16, and generates "
+    "64 tokens for each. No model runs: verdicts are made up. Reports the time that the scheduler and the KV "
+    "core take per [bold]request-step[/bold] (one request in one step), how it grows with more requests and "
+    "more cached pages, and what one prompt of 32,768 tokens costs."
+)
+
+
+@bench_app.command("kv", help=KV_HELP)
+def bench_kv(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")
+    ] = False,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rounds; each measures everything once, and the median is reported. "
+            f"Default {DEFAULT_REPEATS}, with --quick {QUICK_REPEATS}.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One round with fewer requests: seconds, but noisier figures.")
+    ] = False,
+    method: Annotated[
+        str, typer.Option(help=f"Drafting method whose KV needs are served: {', '.join(FOOTPRINTS)}.")
+    ] = "eagle",
+    k: Annotated[int, typer.Option("--k", min=0, help="Draft tokens per step; half are accepted.")] = 4,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Requests to serve. Default {DEFAULT_REQUESTS}, with --quick {QUICK_REQUESTS}.",
+            show_default=False,
+        ),
+    ] = None,
+    running: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
+) -> None:
+    workload = Workload(
+        method=method,
+        k=k,
+        requests=requests or (QUICK_REQUESTS if quick else DEFAULT_REQUESTS),
+        running=running,
+    )
+    config = KVBenchConfig(
+        workload=workload, repeats=repeats or (QUICK_REPEATS if quick else DEFAULT_REPEATS)
+    )
+    with _progress(config.measurements) as told:
+        report = measure(config, told).to_json()
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _print_tables(report)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, if somebody is looking. Yields what to call before each measurement."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        begun = 0
+
+        def told(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, completed=begun)
+            begun += 1
+
+        yield told
+
+
+SERVING = (
+    ("us_per_request_step", "all steps"),
+    ("us_per_request_step_pure_decode", "pure decoding steps"),
+    ("us_per_request_step_without_speculation", "without speculation"),
+)
+LOOKUP = (
+    ("hash_ms", "hash"),
+    ("miss_ms", "search, not cached"),
+    ("hit_ms", "search, cached"),
+    ("allocate_ms", "allocate"),
+    ("total_fresh_ms", "all of it, not cached"),
+    ("total_cached_ms", "all of it, cached"),
+)
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    console, config = Console(), report["config"]
+    workload, repeats = config["workload"], config["repeats"]
+    console.print(
+        f"{workload['requests']:,} requests, {workload['running']:,} at once, {workload['k']} drafts "
+        f"({workload['method']}); " + (f"medians of {repeats} rounds" if repeats > 1 else "one round")
+    )
+    console.print(_compared("Time per request-step", SERVING, "µs", report, report["best"], report))
+    lookup, best_lookup = report["lookup_32k_ms"], report["best"]["lookup_32k_ms"]
+    title = f"One prompt of {config['lookup_tokens']:,} tokens"
+    console.print(_compared(title, LOOKUP, "ms", lookup, best_lookup, report))
+    console.print(_scaling(report))
+    console.print(
+        f"{report['steps_per_second']:.0f} steps a second. Peak memory {report['peak_rss_main_mb']:.0f} MB "
+        f"while serving, {report['peak_rss_mb']:.0f} MB with scaling.\n* {REFERENCE_SOURCE}."
+    )
+
+
+def _compared(
+    title: str,
+    rows: tuple[tuple[str, str], ...],
+    unit: str,
+    figures: dict[str, float],
+    best: dict[str, float],
+    report: dict[str, Any],
+) -> Table:
+    """Ours beside the reference, where there is one."""
+    reference, ratios = report["reference"]["figures"], report["reference"]["ours_to_reference"]
+    table = Table(title=f"{title}, {unit}", title_justify="left")
+    table.add_column("")
+    for heading in ("median", "best", "reference*", "median / reference"):
+        table.add_column(heading, justify="right")
+    for name, label in rows:
+        known = name in reference
+        table.add_row(
+            label,
+            f"{figures[name]:.2f}",
+            f"{best[name]:.2f}",
+            f"{reference[name]:.1f}" if known else "",
+            f"{ratios[name]:.2f}" if known else "",
+        )
+    return table
+
+
+def _scaling(report: dict[str, Any]) -> Table:
+    table = Table(
+        title="Scaling, µs per request-step",
+        title_justify="left",
+        caption=f"At most {report['scaling_ratio_max']:.2f} times the first row.",
+        caption_justify="left",
+    )
+    for heading in ("running", "pages cached before", "median", "best"):
+        table.add_column(heading, justify="right")
+    for entry, best in zip(report["scaling"], report["best"]["scaling"], strict=True):
+        table.add_row(
+            f"{entry['running']:,}",
+            f"{entry['cached_pages']:,}",
+            f"{entry['us_per_request_step']:.2f}",
+            f"{best['us_per_request_step']:.2f}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Measurements of Outrider itself, each a module that needs no terminal."""

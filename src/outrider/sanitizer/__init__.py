@@ -1,0 +1,5 @@
+"""The checker: a shadow of every slot, the invariants, and the faults that prove each check fires."""
+
+from outrider.sanitizer.checks import Mode, Sanitizer
+
+__all__ = ["Mode", "Sanitizer"]

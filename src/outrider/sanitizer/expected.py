@@ -1,0 +1,110 @@
+"""What a hit and a retained page ought to be: the rules of the design, slot by slot, without an index.
+
+Written apart from outrider.kv.search and the group kinds' retention, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outrider.kv.intervals import Interval
+from outrider.kv.layout import KVLayout
+from outrider.kv.observer import Hit
+
+
+class ExpectedHits:
+    def __init__(
+        self,
+        layout: KVLayout,
+        available: Sequence[dict[int, int]],
+        tier_holds: Callable[[int, int], bool],
+    ) -> None:
+        self._layout = layout
+        self._available = available
+        self._tier_holds = tier_holds
+        self._retained: dict[tuple[int, int], bool] = {}
+
+    def search(self, hashes: Sequence[int], limit: int, *, draft: bool) -> Hit:
+        layout, footprint = self._layout, self._layout.footprint
+        groups = range(len(layout.groups) if draft else layout.num_target)
+        runs = {group: self._runs(group, hashes, limit) for group in groups}
+        end = self._longest(layout.target_groups, runs, limit)
+        if not draft:
+            return Hit(end, 0, ())
+        kinds = {group: layout.groups[group].kind for group in layout.draft_groups}
+        if footprint.rebuild:
+            start = self._longest(layout.draft_groups, runs, end)
+            return Hit(end, 0, tuple(Interval(kind.needed(start).start, start) for kind in kinds.values()))
+        found: dict[int, Interval | None] = {}
+        for group, kind in kinds.items():
+            found[group] = None
+            if kind.needed(end).empty:
+                continue
+            for stop in range(end, max(0, end - footprint.token_reach - 1), -1):
+                if runs[group][stop] < stop and not (
+                    footprint.feed_reads_kv and runs[group][stop] > kind.needed(stop).start
+                ):
+                    size = layout.groups[group].page_tokens
+                    floor = kind.needed(stop).start // size * size
+                    found[group] = Interval(max(runs[group][stop], floor), stop)
+                    break
+        fed_from = min((run.end for run in found.values() if run is not None), default=end)
+        tap_rows = end - fed_from
+        if tap_rows and any(
+            runs[g][end] > layout.groups[g].kind.needed(end, tap_rows).start for g in layout.target_groups
+        ):
+            found = {
+                group: run if run is not None and run.end == end else None for group, run in found.items()
+            }
+            fed_from = end
+        return Hit(
+            end,
+            end - fed_from,
+            tuple(
+                Interval(fed_from if run is None else min(run.start, fed_from), fed_from)
+                for run in found.values()
+            ),
+        )
+
+    def _runs(self, group: int, hashes: Sequence[int], limit: int) -> list[int]:
+        """For every end: where the run of slots that can be had, and that stops there, starts."""
+        layout = self._layout
+        size, reach, available = layout.groups[group].page_tokens, layout.reach[group], self._available[group]
+        starts = [0]
+        for position in range(limit):
+            place = position + 1 + reach
+            held = place < len(hashes) and hashes[place] in available
+            if not held:
+                last = (position // size + 1) * size + reach
+                held = last < len(hashes) and self._tier_holds(group, hashes[last])
+            starts.append(starts[-1] if held else position + 1)
+        return starts
+
+    def _longest(self, groups: Sequence[int], runs: dict[int, list[int]], limit: int) -> int:
+        layout = self._layout
+        for end in range(limit, 0, -1):
+            needs = [(layout.groups[group].kind.needed(end), runs[group][end]) for group in groups]
+            if all(need.empty or start <= need.start for need, start in needs):
+                return end
+        return 0
+
+    def publishes_above_gap(self, low: int) -> bool:
+        footprint = self._layout.footprint
+        return not footprint.feed_reads_kv or footprint.rebuild or low == 0
+
+    def retains(self, group: int, number: int) -> bool:
+        """Does any hit at an aligned boundary, or within the margin before one, need a slot of this page?"""
+        known = self._retained.get((group, number))
+        if known is None:
+            layout = self._layout
+            size, kind = layout.groups[group].page_tokens, layout.groups[group].kind
+            first, stop = number * size, (number + 1) * size
+            farthest = stop + layout.margin + kind.resident_tokens(1 << 30, 0, layout.margin)
+            boundary = first // layout.alignment * layout.alignment
+            known = False
+            while not known and boundary <= min(farthest, stop + (1 << 16)):
+                boundary += layout.alignment
+                needed = kind.needed(boundary, layout.margin)
+                known = needed.start < stop and first < boundary
+            self._retained[group, number] = known
+        return known

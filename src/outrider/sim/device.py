@@ -1,0 +1,264 @@
+"""A device that runs StepPlans on hashes instead of tensors: gather, compute, scatter, all through tables.
+
+The order of a step is a runner's: page copies, target rows, verdict, feed, propose.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from outrider.kv.intervals import Interval
+from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.pages import SINK
+from outrider.kv.plan import PageTables
+from outrider.sanitizer import Sanitizer
+from outrider.scheduler.plan import StepPlan, StepRow, Verdict
+from outrider.sim.oracle import EMPTY_SLOT, FakeModel, Reference, chance, digest
+
+
+class DeviceRequest:
+    """What a runner keeps of a request: its own copy of the tokens, and the drafts it proposed."""
+
+    def __init__(self, prompt: Sequence[int], seed: int, reference: Reference) -> None:
+        self.tokens = array("I", prompt)
+        self.seed = seed
+        self.reference = reference
+        self.drafts: list[int] = []
+
+
+class FakeDevice:
+    def __init__(
+        self,
+        layout: KVLayout,
+        config: KVConfig,
+        model: FakeModel,
+        sanitizer: Sanitizer,
+        *,
+        acceptance: float,
+        seed: int,
+        on_stale_draft: Callable[[str, int], None],
+    ) -> None:
+        self.layout = layout
+        self.model = model
+        self.requests: dict[str, DeviceRequest] = {}
+        self.memory: list[list[list[bytes]]] = []
+        slots = [1] * len(config.arena_pages)
+        for group, spec in enumerate(layout.groups):
+            slots[layout.arena_of[group]] = max(slots[layout.arena_of[group]], spec.page_tokens)
+        for arena, count in enumerate(config.arena_pages):
+            self.memory.append([[EMPTY_SLOT] * slots[arena] for _ in range(count)])
+        self.tables = PageTables(len(layout.groups))
+        self._sanitizer = sanitizer
+        self._acceptance = acceptance
+        self._seed = seed
+        self._on_stale_draft = on_stale_draft
+
+    # ---- requests ----------------------------------------------------------------------------------
+
+    def add(self, request: str, device_request: DeviceRequest, namespace: tuple[str, str]) -> None:
+        self.requests[request] = device_request
+        self._sanitizer.track(request, device_request.tokens, namespace)
+
+    # ---- one step ----------------------------------------------------------------------------------
+
+    def run(self, plan: StepPlan) -> Verdict:
+        self._sanitizer.step = plan.step
+        self.tables.apply(plan.kv)
+        for copy in plan.kv.copies:
+            self._sanitizer.copied(copy)
+            memory = self.memory[self.layout.arena_of[copy.group]]
+            memory[copy.destination][copy.first : copy.stop] = memory[copy.source][copy.first : copy.stop]
+        tokens: list[tuple[int, ...]] = []
+        proposed: list[int] = []
+        forks: dict[str, tuple[int, ...]] = {}
+        for row in plan.rows:
+            request = self.requests[row.request]
+            sampled, taps, others = self._run_target(row, request)
+            tokens.append(sampled)
+            if others:
+                forks[row.request] = others
+            v, accepted = self._take_over(row, request, sampled)
+            self._feed(row, request, v, accepted, taps)
+            proposed.append(self._propose(row, request, v))
+        return Verdict(step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks)
+
+    def _run_target(
+        self, row: StepRow, request: DeviceRequest
+    ) -> tuple[tuple[int, ...], dict[int, bytes], tuple[int, ...]]:
+        """Target rows in order; returns the samples, the taps per position, and first tokens of forks."""
+        layout, model = self.layout, self.model
+        first, end = row.start - row.tap_rows, row.start + row.num_rows
+        known = end - row.drafts
+        tables = [self.tables.table(row.request, g) for g in layout.target_groups]
+        self._check_target_access(row, first, end, tables)
+        taps: dict[int, bytes] = {}
+        sampled: list[int] = []
+        others: tuple[int, ...] = ()
+        still_right = True
+        for position in range(first, end):
+            token = request.tokens[position] if position < known else request.drafts[position - known]
+            context = digest(
+                *(
+                    self._gather(g, tables[g], Interval(layout.groups[g].kind.first_key(position), position))
+                    for g in layout.target_groups
+                )
+            )
+            if position >= row.kept_from:
+                for group in layout.target_groups:
+                    self._scatter(group, tables[group], position, model.target_slot(group, token, context))
+            taps[position] = model.tap(token, context)
+            if row.samples and position >= known - 1 and still_right:
+                choice = model.next_token(token, context, request.seed, position)
+                sampled.append(choice)
+                draft = position - known + 1
+                still_right = draft < row.drafts and request.drafts[draft] == choice
+            if row.samples > 1 and position == known - 1:
+                others = tuple(
+                    model.next_token(token, context, fork_seed(request.seed, number), position)
+                    for number in range(1, row.samples)
+                )
+        return tuple(sampled), taps, others
+
+    def _check_target_access(self, row: StepRow, first: int, end: int, tables: list[list[int]]) -> None:
+        for group in self.layout.target_groups:
+            start = self.layout.groups[group].kind.first_key(first)
+            # Below row.start everything is durable; from there on it is this step's own.
+            self._sanitizer.read(
+                row.request, group, Interval(start, row.start), tables[group], scratch_from=row.start
+            )
+            self._sanitizer.write(
+                row.request, group, Interval(row.kept_from, end), tables[group], "target rows"
+            )
+
+    def _take_over(self, row: StepRow, request: DeviceRequest, sampled: tuple[int, ...]) -> tuple[int, int]:
+        """Append what was sampled; slots of accepted rows are durable now."""
+        known = row.start + row.num_rows - row.drafts
+        accepted = max(0, len(sampled) - 1)
+        request.tokens.extend(sampled)
+        v = known + accepted
+        for group in self.layout.target_groups:
+            table = self.tables.table(row.request, group)
+            self._sanitizer.became_durable(row.request, group, Interval(row.start, v), table, keep=False)
+        return v, accepted
+
+    # ---- the drafter -------------------------------------------------------------------------------
+
+    def _feed(
+        self, row: StepRow, request: DeviceRequest, v: int, accepted: int, taps: dict[int, bytes]
+    ) -> None:
+        """Write the durable slots of the drafter for newly committed tokens."""
+        if row.draft_end < 0:
+            return
+        layout, model, footprint = self.layout, self.model, self.layout.footprint
+        interval = footprint.feed(durable_end=row.draft_end, v=v, accepted=accepted, proposed=row.proposed)
+        kept = Interval(row.draft_end, interval.start)
+        if row.feed_to is not None:
+            interval = Interval(interval.start, min(interval.end, row.feed_to))
+        tables = {g: self.tables.table(row.request, g) for g in layout.draft_groups}
+        for group, table in tables.items():
+            self._sanitizer.became_durable(row.request, group, kept, table, keep=True)
+            if footprint.feed_reads_kv:
+                start = max(
+                    self.tables.low(row.request, group), layout.groups[group].kind.first_key(interval.start)
+                )
+                self._sanitizer.read(
+                    row.request, group, Interval(start, interval.start), table, scratch_from=interval.start
+                )
+            self._sanitizer.fed(row.request, group, interval, table)
+        for position in range(interval.start, interval.end):
+            if footprint.rebuild:
+                own = self._draft_context(row.request, tables, position, position)
+                values = {g: model.token_slot(g, request.tokens[position], own) for g in tables}
+            else:
+                later = request.tokens[position + 1 : position + 1 + footprint.token_reach]
+                values = {g: model.tapped_slot(g, taps[position], later) for g in tables}
+            for group, value in values.items():
+                self._scatter(group, tables[group], position, value)
+
+    def _draft_context(self, request: str, tables: dict[int, list[int]], query: int, end: int) -> bytes:
+        parts = []
+        for group, table in tables.items():
+            first = max(self.tables.low(request, group), self.layout.groups[group].kind.first_key(query))
+            parts.append(self._gather(group, table, Interval(first, end)))
+        return digest(*parts)
+
+    def _propose(self, row: StepRow, request: DeviceRequest, v: int) -> int:
+        """Gather, draft, write scratch. Returns how many drafts there are."""
+        k, footprint = row.propose, self.layout.footprint
+        request.drafts = []
+        if k == 0:
+            return 0
+        right = True
+        if footprint.groups:
+            tables = {g: self.tables.table(row.request, g) for g in self.layout.draft_groups}
+            durable_end = footprint.durable_end(v)
+            for group, table in tables.items():
+                first = max(self.tables.low(row.request, group), self.layout.groups[group].kind.first_key(v))
+                self._sanitizer.read(
+                    row.request, group, Interval(first, durable_end), table, scratch_from=durable_end
+                )
+            lows = [self.tables.low(row.request, g) for g in range(len(self.layout.groups))]
+            seen = self._draft_context(row.request, tables, v, durable_end)
+            right = seen == request.reference.draft_context(v, lows)
+            if not right:
+                self._on_stale_draft(row.request, v)
+        else:
+            # A look-up finds what it finds.
+            k = int(chance(self._seed, "found", request.seed, v) * (k + 1))
+        request.drafts = [self._draft_token(request, v + 1 + number, right) for number in range(k)]
+        if footprint.groups:
+            self._write_scratch(row.request, request, tables, v, k)
+        return k
+
+    def _draft_token(self, request: DeviceRequest, position: int, right: bool) -> int:
+        truth = request.reference.token(position)
+        if right and chance(self._seed, "accept", request.seed, position) < self._acceptance:
+            return truth
+        return (truth + 1) % self.model.vocabulary
+
+    def _write_scratch(
+        self, name: str, request: DeviceRequest, tables: dict[int, list[int]], v: int, k: int
+    ) -> None:
+        footprint = self.layout.footprint
+        scratch = footprint.scratch(v, k)
+        ids = None
+        if footprint.keeps_accepted:
+            ids = self._sanitizer.draft_identities(name, scratch.start, request.drafts[: scratch.size])
+        for group, table in tables.items():
+            self._sanitizer.write(name, group, scratch, table, "propose", ids=ids)
+        for number, position in enumerate(range(scratch.start, scratch.end)):
+            if footprint.rebuild:
+                own = self._draft_context(name, tables, position, position)
+                values = {g: self.model.token_slot(g, request.drafts[number], own) for g in tables}
+            else:
+                values = {g: digest(b"scratch", bytes([number])) for g in tables}
+            for group, value in values.items():
+                self._scatter(group, tables[group], position, value)
+
+    # ---- memory ------------------------------------------------------------------------------------
+
+    def _gather(self, group: int, table: list[int], interval: Interval) -> bytes:
+        if interval.end <= interval.start:
+            return b""
+        size = self.layout.groups[group].page_tokens
+        memory = self.memory[self.layout.arena_of[group]]
+        first, last = interval.start // size, (interval.end - 1) // size
+        if first == last:
+            return b"".join(memory[table[first]][interval.start - first * size : interval.end - first * size])
+        slots = memory[table[first]][interval.start - first * size : size]
+        for number in range(first + 1, last):
+            slots += memory[table[number]][:size]
+        slots += memory[table[last]][: interval.end - last * size]
+        return b"".join(slots)
+
+    def _scatter(self, group: int, table: list[int], position: int, value: bytes) -> None:
+        number, offset = divmod(position, self.layout.groups[group].page_tokens)
+        # Past its table a real kernel would write somewhere; where the sanitizer only logs, so does this one.
+        page = table[number] if number < len(table) else SINK
+        self.memory[self.layout.arena_of[group]][page][offset] = value
+
+
+def fork_seed(seed: int, number: int) -> int:
+    """The sampler's seed of a further continuation."""
+    return seed * 1_000 + number

@@ -1,0 +1,150 @@
+"""The fake model, and the oracle that knows the right answer.
+
+Every slot holds eight bytes, a hash of what a real slot would depend on. The device computes from bytes
+it gathers through page tables; the oracle computes the same functions densely, from a token list, with no
+pages at all. A wrong slot therefore gives a wrong token, and goes on giving wrong ones.
+
+    context(p)  = H( per target group: slots [first_key(p), p) )
+    slot(g, p)  = H( g, token p, context(p) )          tap(p) = H( token p, context(p) )
+    next token  = H( token p, context(p), seed, p ) mod vocabulary
+
+A drafter fed from taps stores H(g, tap(p), tokens p+1 .. p+reach); one fed from tokens stores H(g, token p,
+its own context). What it gathers before proposing must equal the oracle's own gathering; only then does it
+know the right continuation, which it proposes with the scenario's acceptance rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from outrider.kv.layout import KVLayout
+
+SLOT_BYTES = 8
+EMPTY_SLOT = bytes(SLOT_BYTES)
+_HASHER = blake2b(digest_size=SLOT_BYTES)
+
+
+def digest(*parts: bytes) -> bytes:
+    hasher = _HASHER.copy()
+    hasher.update(b"".join(parts))
+    return hasher.digest()
+
+
+def word(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def chance(*parts: object) -> float:
+    """A number in [0, 1) that depends on its arguments alone, so that removing one event moves no other."""
+    data = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little") / 2**64
+
+
+class FakeModel:
+    """The functions that both the device and the oracle evaluate."""
+
+    def __init__(self, layout: KVLayout, vocabulary: int) -> None:
+        self.layout = layout
+        self.vocabulary = vocabulary
+        self._group_bytes = [word(group) for group in range(len(layout.groups))]
+
+    def target_slot(self, group: int, token: int, context: bytes) -> bytes:
+        return digest(b"kv", self._group_bytes[group], word(token), context)
+
+    def tap(self, token: int, context: bytes) -> bytes:
+        return digest(b"tap", word(token), context)
+
+    def next_token(self, token: int, context: bytes, seed: int, position: int) -> int:
+        # Token 0 ends a text; it comes up often enough to matter and rarely enough to let texts grow.
+        value = int.from_bytes(digest(b"out", word(token), context, word(seed), word(position)), "little")
+        return value % self.vocabulary
+
+    def tapped_slot(self, group: int, tap: bytes, later: Sequence[int]) -> bytes:
+        return digest(b"draft", self._group_bytes[group], tap, *map(word, later))
+
+    def token_slot(self, group: int, token: int, context: bytes) -> bytes:
+        return digest(b"draft", self._group_bytes[group], word(token), context)
+
+
+class DenseSequence:
+    """One token sequence, computed without pages: the reference for everything a device gathers."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+        self.tokens: list[int] = []
+        self._slots: list[list[bytes]] = [[] for _ in model.layout.groups]
+        self._taps: list[bytes] = []
+        self.contexts: list[bytes] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._add(token)
+
+    def _add(self, token: int) -> None:
+        model, layout, position = self.model, self.model.layout, len(self.tokens)
+        context = digest(*(self._window(g, position, position) for g in layout.target_groups))
+        self.tokens.append(token)
+        self.contexts.append(context)
+        for group in layout.target_groups:
+            self._slots[group].append(model.target_slot(group, token, context))
+        self._taps.append(model.tap(token, context))
+        if layout.footprint.rebuild:
+            own = self._draft_context(position, position, [0] * len(layout.groups))
+            for group in layout.draft_groups:
+                self._slots[group].append(model.token_slot(group, token, own))
+        elif layout.footprint.groups:
+            self._feed_from_taps()
+
+    def _feed_from_taps(self) -> None:
+        reach = self.model.layout.footprint.token_reach
+        for group in self.model.layout.draft_groups:
+            slots = self._slots[group]
+            while len(slots) + reach < len(self.tokens):
+                place = len(slots)
+                later = self.tokens[place + 1 : place + 1 + reach]
+                slots.append(self.model.tapped_slot(group, self._taps[place], later))
+
+    def _window(self, group: int, query: int, end: int, low: int = 0) -> bytes:
+        first = max(low, self.model.layout.groups[group].kind.first_key(query))
+        return b"".join(self._slots[group][first:end])
+
+    def _draft_context(self, query: int, end: int, lows: Sequence[int]) -> bytes:
+        return digest(*(self._window(g, query, end, lows[g]) for g in self.model.layout.draft_groups))
+
+    def next_token(self, seed: int) -> int:
+        """What the target says after all tokens so far."""
+        last = len(self.tokens) - 1
+        return self.model.next_token(self.tokens[last], self.contexts[last], seed, last)
+
+    def draft_context(self, v: int, lows: Sequence[int]) -> bytes:
+        """What a drafter must gather before it proposes from v."""
+        return self._draft_context(v, self.model.layout.footprint.durable_end(v), lows)
+
+
+class Reference:
+    """The right continuation of one request, made as far as anybody asks."""
+
+    def __init__(self, model: FakeModel, prompt: Sequence[int], seed: int) -> None:
+        self.dense = DenseSequence(model)
+        self.dense.extend(prompt)
+        self.prompt_len = len(prompt)
+        self._seed = seed
+
+    def token(self, position: int) -> int:
+        dense = self.dense
+        while len(dense.tokens) <= position:
+            dense.extend([dense.next_token(self._seed)])
+        return dense.tokens[position]
+
+    def output(self, max_tokens: int, stop_tokens: frozenset[int]) -> list[int]:
+        out: list[int] = []
+        while len(out) < max_tokens:
+            out.append(self.token(self.prompt_len + len(out)))
+            if out[-1] in stop_tokens:
+                break
+        return out
+
+    def draft_context(self, v: int, lows: Sequence[int]) -> bytes:
+        self.token(v)
+        return self.dense.draft_context(v, lows)

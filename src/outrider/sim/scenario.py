@@ -1,0 +1,275 @@
+"""A scenario: all that one simulated run depends on, as plain data, and how one is drawn from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from random import Random
+from typing import Any
+
+from outrider.errors import TraceError
+from outrider.kv.footprint import GroupSpec, KVFootprint
+from outrider.kv.groups import group_kind
+from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.manager import KVManager
+from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDraw:
+    """One KV group: a window of 0 means full attention."""
+
+    page_tokens: int
+    slot_bytes: int
+    window: int = 0
+
+    def spec(self, name: str) -> GroupSpec:
+        kind = group_kind("sliding", {"window": self.window}) if self.window else group_kind("full", {})
+        return GroupSpec(name=name, kind=kind, page_tokens=self.page_tokens, slot_bytes=self.slot_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestDraw:
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    k: int
+    at: int = 0
+    priority: int = 0
+    n: int = 1
+    salt: str = ""
+    stops: bool = True
+    use_cache: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultDraw:
+    """An event from outside: a request is aborted, or a worker dies."""
+
+    at: int
+    kind: str
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    seed: int
+    method: str
+    target: tuple[GroupDraw, ...]
+    draft: tuple[GroupDraw, ...]
+    peer_target_pages: tuple[int, ...] = ()
+    """Page sizes of the prefill worker's target groups; empty: one worker does both."""
+    peer_draft_pages: tuple[int, ...] = ()
+    peer_drafts: bool = True
+    drafter_max_len: int | None = None
+    max_model_len: int = 256
+    arena_slack: float = 4.0
+    """Pages beyond the largest request's worst case, as a factor of it; 0 is the tightest that can run."""
+    prefix_caching: bool = True
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 64
+    max_chunk_tokens: int = 16
+    step_in_flight: bool = False
+    acceptance: float = 0.7
+    vocabulary: int = 30
+    load_failure: str = "recompute"
+    transfer_faults: float = 0.0
+    tier_share: float = 0.0
+    """Share of published pages that a second tier takes over; 0: no tier."""
+    one_by_one: bool = False
+    requests: tuple[RequestDraw, ...] = ()
+    faults: tuple[FaultDraw, ...] = ()
+
+    @property
+    def split(self) -> bool:
+        """Is there a prefill worker beside the decode worker?"""
+        return bool(self.peer_target_pages)
+
+    def footprint(self, draft: tuple[GroupDraw, ...]) -> KVFootprint:
+        method = FOOTPRINTS[self.method]
+        return footprint_for(
+            self.method,
+            DrafterShape(
+                groups=tuple(group.spec(f"draft{i}") for i, group in enumerate(draft))
+                if method.owns_kv
+                else (),
+                taps=(1, 3) if method.reads_taps else (),
+                max_len=self.drafter_max_len,
+                fingerprint="sim",
+            ),
+        )
+
+    def layout(self, *, peer: bool = False) -> KVLayout:
+        target, draft = self.target, self.draft
+        if peer:
+            target = tuple(
+                replace(g, page_tokens=p) for g, p in zip(target, self.peer_target_pages, strict=True)
+            )
+            draft = tuple(
+                replace(g, page_tokens=p) for g, p in zip(draft, self.peer_draft_pages, strict=True)
+            )
+        specs = tuple(group.spec(f"target{i}") for i, group in enumerate(target))
+        if peer and not self.peer_drafts:
+            return KVLayout(target=specs)
+        return KVLayout(target=specs, footprint=self.footprint(draft))
+
+    def kv_config(self, layout: KVLayout) -> KVConfig:
+        """Memory for the largest request, and the slack on top."""
+        roomy = KVConfig(
+            arena_pages=(1 << 20,) * len(layout.arena_page_bytes),
+            max_model_len=self.max_model_len,
+            step_tokens=min(self.max_chunk_tokens, self.max_num_batched_tokens),
+            steps_ahead=2 if self.step_in_flight else 1,
+            prefix_caching=self.prefix_caching,
+        )
+        sizing = KVManager(layout, replace(roomy, arena_pages=(2,) * len(layout.arena_page_bytes)))
+        pages = [1] * len(layout.arena_page_bytes)
+        for request in self.requests:
+            total = min(len(request.prompt) + request.max_tokens, self.max_model_len)
+            target = sizing.worst_case_pages(total, request.k, draft=False)
+            both = sizing.worst_case_pages(total, request.k, draft=True)
+            # An arena that only drafts use is sized for them; elsewhere drafts must make do with the slack.
+            pages = [max(a, t or d) for a, t, d in zip(pages, target, both, strict=True)]
+        return replace(roomy, arena_pages=tuple(int(p * (1 + self.arena_slack)) + 1 for p in pages))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Scenario:
+        """Read back as_json(); refuses what it does not know."""
+        parts: dict[str, Any] = dict(data)
+        try:
+            for name, part in (
+                ("target", GroupDraw),
+                ("draft", GroupDraw),
+                ("requests", RequestDraw),
+                ("faults", FaultDraw),
+            ):
+                parts[name] = tuple(part(**_tuples(item)) for item in parts.get(name, ()))
+            return cls(**_tuples(parts))
+        except TypeError as error:
+            known = ", ".join(f.name for f in fields(cls))
+            raise TraceError(f"not a scenario of this version: {error}; known fields: {known}") from error
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+PAGE_SIZES = (1, 2, 3, 4, 5, 8, 16)
+WINDOWS = (1, 2, 3, 5, 7, 8, 9, 16, 31)
+EQUAL_PAGE_BYTES = 240
+"""Divisible by every page size, so that groups of any page size can share an arena."""
+
+
+@dataclass
+class Drawing:
+    """Draws one scenario. Every choice is a small method, so that the space is easy to see."""
+
+    random: Random
+    seed: int
+    one_arena: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.one_arena = self.random.random() < 0.5
+
+    def scenario(self) -> Scenario:
+        r = self.random
+        method = r.choice(list(FOOTPRINTS))
+        split = r.random() < 0.3
+        target = self.target_groups()
+        owns_kv = FOOTPRINTS[method].owns_kv
+        draft = tuple(self.group(r.random() < 0.3) for _ in range(r.choice((1, 1, 2)))) if owns_kv else ()
+        one_by_one = not split and r.random() < 0.1
+        requests = self.requests(one_by_one)
+        max_num_seqs = r.randint(1, 6)
+        horizon = 60
+        return Scenario(
+            seed=self.seed,
+            method=method,
+            target=target,
+            draft=draft,
+            peer_target_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in target)
+            if split
+            else (),
+            peer_draft_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in draft)
+            if split
+            else (),
+            peer_drafts=r.random() < 0.85,
+            drafter_max_len=r.choice((None, None, None, r.randint(8, 70))),
+            max_model_len=r.choice((256, 256, r.randint(40, 90))),
+            arena_slack=20.0 if one_by_one else r.choice((0.0, 0.0, 0.25, 1.0, 4.0)),
+            prefix_caching=r.random() < 0.93,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + r.choice((1, 3, 8, 24, 64)),
+            max_chunk_tokens=r.choice((1, 3, 7, 16, 64)),
+            step_in_flight=r.random() < 0.5,
+            acceptance=r.choice((0.0, 0.3, 0.6, 0.8, 0.95, 1.0)),
+            vocabulary=r.choice((12, 30, 60)),
+            load_failure=r.choice(("recompute", "recompute", "fail")),
+            transfer_faults=r.choice((0.0, 0.3, 0.6)),
+            tier_share=r.choice((0.0, 0.0, 0.5, 1.0)) if not split and not one_by_one else 0.0,
+            one_by_one=one_by_one,
+            requests=requests,
+            faults=() if one_by_one else self.outside_faults(requests, split, horizon),
+        )
+
+    def target_groups(self) -> tuple[GroupDraw, ...]:
+        shape = self.random.choice(("f", "f", "s", "fs", "fs", "fss", "ss", "ff"))
+        return tuple(self.group(letter == "s") for letter in shape)
+
+    def group(self, sliding: bool) -> GroupDraw:
+        r = self.random
+        page_tokens = r.choice(PAGE_SIZES)
+        slot_bytes = EQUAL_PAGE_BYTES // page_tokens if self.one_arena else r.choice((1, 2))
+        return GroupDraw(
+            page_tokens=page_tokens, slot_bytes=slot_bytes, window=r.choice(WINDOWS) if sliding else 0
+        )
+
+    def requests(self, one_by_one: bool) -> tuple[RequestDraw, ...]:
+        r = self.random
+        stems = [tuple(r.randrange(1, 12) for _ in range(r.randint(4, 48))) for _ in range(2)]
+        k = r.choice((0, 1, 2, 3, 4, 6))
+        out = []
+        for number in range(r.randint(3, 9)):
+            stem = r.choice(stems)
+            prompt = stem[: r.choice((len(stem), r.randint(0, len(stem))))]
+            prompt += tuple(r.randrange(1, 12) for _ in range(r.choice((0, 0, 1, r.randint(1, 20)))))
+            prompt = prompt[:60] or (1,)
+            out.append(
+                RequestDraw(
+                    id=f"r{number}",
+                    prompt=prompt[: r.choice((39, 39, 60))],
+                    max_tokens=r.choice((1, 2, r.randint(3, 30))),
+                    k=r.choice((k, k, k, 0, r.randint(0, 5))),
+                    at=number if one_by_one else r.choice((0, r.randint(0, 40))),
+                    priority=r.choice((0, 0, 0, 1, 2)),
+                    n=1 if one_by_one else r.choice((1, 1, 1, 1, 2, 3)),
+                    salt=r.choice(("", "", "", "other")),
+                    stops=r.random() < 0.7,
+                    use_cache=r.random() < 0.95,
+                )
+            )
+        return tuple(out)
+
+    def outside_faults(
+        self, requests: tuple[RequestDraw, ...], split: bool, horizon: int
+    ) -> tuple[FaultDraw, ...]:
+        r = self.random
+        faults = [
+            FaultDraw(at=r.randint(0, horizon), kind="abort", target=request.id)
+            for request in requests
+            if r.random() < 0.15
+        ]
+        workers = ("prefill", "decode") if split else ("decode",)
+        faults += [
+            FaultDraw(at=r.randint(1, horizon), kind="death", target=worker)
+            for worker in workers
+            if r.random() < 0.12
+        ]
+        return tuple(faults)
+
+
+def draw(seed: int, index: int) -> Scenario:
+    """Scenario number `index` of a seed."""
+    return Drawing(Random(f"outrider:{seed}:{index}"), seed=seed * 1_000_003 + index).scenario()

@@ -1,0 +1,566 @@
+"""The world of one scenario: workers, a router, transfers and faults on a virtual clock.
+
+Everything that happens is an event at a tick; events at one tick happen in the order they were made. All
+chance comes from the scenario's seed and the names of things, never from an order of draws, so that
+leaving one request out moves nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from heapq import heappop, heappush
+
+from outrider.errors import InvariantViolation, RequestError
+from outrider.kv.intervals import SlotRun
+from outrider.kv.ledger import Load
+from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
+from outrider.sim.device import DeviceRequest, fork_seed
+from outrider.sim.faults import TransferFate, transfer_fate
+from outrider.sim.oracle import FakeModel, Reference, chance
+from outrider.sim.scenario import RequestDraw, Scenario
+from outrider.sim.tier import FakeTier, TierPage
+from outrider.sim.worker import LEASE_TICKS, Worker
+from outrider.transfer.connector import Offer, OfferedGroup, offered_intervals, plan_pull, signatures
+
+MAX_STEPS = 6_000
+DEADLINE_TICKS = 30
+STOP_TOKENS = frozenset({0})
+
+
+class WrongOutput(Exception):
+    """I7: a request got a token that the target alone would not have written."""
+
+
+class Stuck(Exception):
+    """Requests wait, and nothing moves."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: str
+    """violation, wrong_output, leak, hit_mismatch or stuck."""
+    invariant: str | None
+    message: str
+    step: int
+
+
+@dataclass
+class Result:
+    steps: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    failure: Failure | None = None
+    leaked_pages: int = 0
+    hit_mismatches: int = 0
+    hits: list[tuple[str, int]] = field(default_factory=list)
+    digest: str = ""
+    finished: int = 0
+    tokens: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Ticket:
+    """One request as the router sees it."""
+
+    draw: RequestDraw
+    seed: int
+    output: list[int] = field(default_factory=list)
+    done: bool = False
+    offer: Offer | None = None
+
+
+@dataclass
+class Pull:
+    """Transfers of one request into the decode worker."""
+
+    request: str
+    engine: str
+    landing: list[int] = field(default_factory=list)
+    """Ticks at which data may still land."""
+
+
+class World:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.now = 0
+        self.result = Result()
+        self.tickets: dict[str, Ticket] = {}
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._event_count = 0
+        self._hash = blake2b(digest_size=16)
+        self._incarnations: Counter[str] = Counter()
+        self._references: dict[tuple[str, tuple[int, ...], int], Reference] = {}
+        self._ticking: set[str] = set()
+        self._drained_steps = 0
+        tier = scenario.tier_share > 0
+        self.tier = FakeTier(capacity_pages=24) if tier else None
+        self.workers = {"decode": self._make("decode")}
+        if scenario.split:
+            self.workers["prefill"] = self._make("prefill")
+
+    # ---- set-up ------------------------------------------------------------------------------------
+
+    def _make(self, name: str) -> Worker:
+        self._incarnations[name] += 1
+        split = self.scenario.split
+        role = Role.BOTH if not split else Role.PREFILL if name == "prefill" else Role.DECODE
+        return Worker(
+            name=name,
+            engine=f"{name}.{self._incarnations[name]}",
+            scenario=self.scenario,
+            layout=self.scenario.layout(peer=name == "prefill"),
+            role=role,
+            on_stale_draft=self._stale_draft,
+            on_plan=self._record,
+            tier=self.tier,
+        )
+
+    def _record(self, plan: StepPlan, verdict: Verdict) -> None:
+        self._hash.update(repr((plan.step, plan.rows, verdict.tokens, verdict.proposed)).encode())
+        self.result.faults["chunking"] += sum(row.num_rows > 1 and not row.samples for row in plan.rows)
+        self.result.faults["drafter_catching_up"] += sum(row.feed_to is not None for row in plan.rows)
+        self.result.faults["page_copy"] += len(plan.kv.copies)
+
+    def _stale_draft(self, request: str, position: int) -> None:
+        raise WrongOutput(f"the drafter of {request} gathered the wrong context before position {position}")
+
+    def at(self, delay: int, action: Callable[[], None]) -> None:
+        self._event_count += 1
+        heappush(self._events, (self.now + delay, self._event_count, action))
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Run to the end, or to the first failure."""
+        try:
+            self._start()
+            self._loop()
+            self._check_end()
+        except InvariantViolation as violation:
+            self._fail("violation", violation.invariant, str(violation))
+        except WrongOutput as wrong:
+            self._fail("wrong_output", "I7", str(wrong))
+        except Stuck as stuck:
+            self._fail("stuck", None, str(stuck))
+        result = self.result
+        result.steps = self._total_steps()
+        for worker in self.workers.values():
+            self._collect(worker)
+        result.digest = self._hash.hexdigest()
+        if result.failure is None and result.hit_mismatches:
+            self._fail("hit_mismatch", "I9", "the target's hit differs from the search without draft groups")
+        return result
+
+    def _total_steps(self) -> int:
+        return self._drained_steps + sum(worker.steps for worker in self.workers.values())
+
+    def _collect(self, worker: Worker) -> None:
+        result, scheduler = self.result, worker.scheduler
+        result.faults["preemption"] += scheduler.num_preemptions
+        result.faults["page_shortage"] += scheduler.num_stalls
+        result.faults["draft_groups_dropped"] += worker.kv.dropped_drafts
+        result.hit_mismatches += worker.sanitizer.hit_mismatches
+        result.hits += worker.sanitizer.hits
+        result.drafts += scheduler.num_draft_tokens
+        result.accepted += scheduler.num_accepted_tokens
+
+    def _fail(self, kind: str, invariant: str | None, message: str) -> None:
+        if self.result.failure is None:
+            self.result.failure = Failure(kind, invariant, message, self._total_steps())
+
+    def _start(self) -> None:
+        for number, draw in enumerate(self.scenario.requests):
+            ticket = Ticket(draw, seed=self.scenario.seed * 101 + number)
+            self.tickets[draw.id] = ticket
+            if not self.scenario.one_by_one:
+                self.at(draw.at, lambda ticket=ticket: self._submit(ticket))  # type: ignore[misc]
+        if self.scenario.one_by_one and self.tickets:
+            self._submit(next(iter(self.tickets.values())))
+        for fault in self.scenario.faults:
+            action = self._abort if fault.kind == "abort" else self._kill
+            self.at(fault.at, lambda action=action, target=fault.target: action(target))  # type: ignore[misc]
+
+    def _loop(self) -> None:
+        while self._events:
+            tick, _order, action = heappop(self._events)
+            self.now = max(self.now, tick)
+            action()
+            if self._total_steps() > MAX_STEPS:
+                waiting = [name for name, ticket in self.tickets.items() if not ticket.done]
+                raise Stuck(f"after {MAX_STEPS} steps these requests are not done: {', '.join(waiting)}")
+
+    def _check_end(self) -> None:
+        waiting = [name for name, ticket in self.tickets.items() if not ticket.done]
+        if waiting:
+            raise Stuck(f"nothing is left to happen, but these requests are not done: {', '.join(waiting)}")
+        leaked = sum(worker.check_empty() for worker in self.workers.values())
+        self.result.leaked_pages = leaked
+        if leaked:
+            self._fail("leak", "I5", f"{leaked} page(s) are held by nobody at the end")
+
+    # ---- workers -----------------------------------------------------------------------------------
+
+    def _wake(self, worker: Worker) -> None:
+        """A worker iterates in two halves, plan and advance, with a tick between them."""
+        if worker.engine in self._ticking or not worker.alive:
+            return
+        self._ticking.add(worker.engine)
+        self.at(0, lambda: self._plan(worker))
+
+    def _plan(self, worker: Worker) -> None:
+        if not worker.alive:
+            return
+        if not worker.scheduler.has_work or worker.scheduler.only_loading:
+            if worker.flying:
+                self._settle(worker)
+            else:
+                self._ticking.discard(worker.engine)
+            return
+        worker.plan()
+        for request, loads in worker.scheduler.take_loads():
+            self._start_loads(worker, request, loads)
+        self.at(1, lambda: self._advance(worker))
+
+    def _advance(self, worker: Worker) -> None:
+        if not worker.alive:
+            return
+        updates = worker.advance()
+        if not self.scenario.step_in_flight:
+            self.at(1, lambda: self._settle(worker))
+        self._deliver(worker, updates)
+        if self.scenario.step_in_flight:
+            self._next_iteration(worker)
+
+    def _settle(self, worker: Worker) -> None:
+        if worker.alive:
+            self._deliver(worker, worker.commit())
+            self._next_iteration(worker)
+
+    def _next_iteration(self, worker: Worker) -> None:
+        self.at(1, lambda: self._plan(worker))
+
+    # ---- requests ----------------------------------------------------------------------------------
+
+    def _submit(self, ticket: Ticket) -> None:
+        """Send a request to where its life begins."""
+        worker = self.workers.get("prefill", self.workers["decode"])
+        self._add(worker, ticket, tuple(ticket.draw.prompt), prefilled=0)
+
+    def _add(self, worker: Worker, ticket: Ticket, tokens: tuple[int, ...], *, prefilled: int) -> None:
+        draw = ticket.draw
+        if ticket.done or draw.id in worker.scheduler.requests:
+            return
+        remote = None
+        if prefilled and ticket.offer is not None:
+            remote = offered_intervals(worker.layout, ticket.offer)
+            missing = len(worker.layout.groups) - len(remote)
+            self.result.faults["peer_without_drafter"] += missing > 0
+        try:
+            worker.scheduler.add(
+                RequestSpec(
+                    id=draw.id,
+                    prompt=tokens,
+                    max_tokens=draw.max_tokens,
+                    k=draw.k,
+                    priority=draw.priority,
+                    n=1 if self.scenario.split else draw.n,
+                    salt=draw.salt,
+                    stop_tokens=STOP_TOKENS if draw.stops else frozenset(),
+                    use_cache=draw.use_cache,
+                    remote=remote,
+                    prefilled_tokens=prefilled,
+                )
+            )
+        except RequestError:
+            self.result.faults["refused"] += 1
+            self._done(ticket)
+            return
+        self._enter_device(worker, draw.id, ticket, tokens, ticket.seed)
+        self._wake(worker)
+
+    def _enter_device(
+        self, worker: Worker, name: str, ticket: Ticket, tokens: tuple[int, ...], seed: int
+    ) -> None:
+        key = (worker.name, ticket.draw.prompt, seed)
+        if key not in self._references:
+            model = FakeModel(worker.layout, self.scenario.vocabulary)
+            self._references[key] = Reference(model, ticket.draw.prompt, seed)
+        request = DeviceRequest(tokens, seed, self._references[key])
+        worker.device.add(name, request, ("", ticket.draw.salt))
+
+    def _deliver(self, worker: Worker, updates: list[Update]) -> None:
+        """Check every token against the oracle, and pass finished requests on."""
+        self._offload(worker)
+        for update in updates:
+            name = update.request
+            ticket = self.tickets.get(name) or self._fork_ticket(worker, name)
+            self._check_tokens(worker, ticket, name, update.tokens)
+            if update.finish is None:
+                continue
+            worker.sanitizer.forget(name)
+            if update.finish == "prefilled":
+                self._hand_off(worker, ticket)
+            else:
+                self._check_finish(worker, ticket, update.finish)
+                worker.device.requests.pop(name, None)
+                self._done(ticket)
+
+    def _fork_ticket(self, worker: Worker, name: str) -> Ticket:
+        parent_name, number = name.split("#")
+        parent = self.tickets[parent_name]
+        ticket = Ticket(parent.draw, seed=fork_seed(parent.seed, int(number)))
+        self.tickets[name] = ticket
+        self.result.faults["fork"] += 1
+        first = worker.scheduler.requests.get(name)
+        tokens = tuple(first.tokens) if first is not None else tuple(parent.draw.prompt)
+        self._enter_device(worker, name, ticket, tokens, ticket.seed)
+        return ticket
+
+    def _check_tokens(self, worker: Worker, ticket: Ticket, name: str, tokens: tuple[int, ...]) -> None:
+        reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
+        for token in tokens:
+            position = len(ticket.draw.prompt) + len(ticket.output)
+            right = reference.token(position)
+            if token != right:
+                raise WrongOutput(
+                    f"request {name} got token {token} at position {position}; the target says {right}"
+                )
+            ticket.output.append(token)
+            self.result.tokens += 1
+
+    def _check_finish(self, worker: Worker, ticket: Ticket, finish: str) -> None:
+        if finish == "failed":
+            self.result.faults["request_failed"] += 1
+            return
+        room = min(ticket.draw.max_tokens, self.scenario.max_model_len - len(ticket.draw.prompt))
+        reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
+        expected = reference.output(room, STOP_TOKENS if ticket.draw.stops else frozenset())
+        if ticket.output != expected:
+            raise WrongOutput(
+                f"request {ticket.draw.id} ended after {len(ticket.output)} of {len(expected)} tokens"
+            )
+        self.result.finished += 1
+
+    def _done(self, ticket: Ticket) -> None:
+        ticket.done = True
+        if self.scenario.one_by_one:
+            nxt = next((t for t in self.tickets.values() if not t.done), None)
+            if nxt is not None:
+                self.at(1, lambda: self._submit(nxt))
+
+    # ---- hand-off from prefill to decode -----------------------------------------------------------
+
+    def _hand_off(self, worker: Worker, ticket: Ticket) -> None:
+        request = worker.scheduler.requests[ticket.draw.id]
+        lease = worker.leases.grant(ticket.draw.id, self.now)
+        names = signatures(worker.layout)
+        groups = {
+            names[group]: OfferedGroup(
+                interval, tuple(request.kv.groups[group].pages), worker.layout.groups[group].page_tokens
+            )
+            for group, interval in worker.kv.export_intervals(request.kv).items()
+        }
+        ticket.offer = Offer(
+            engine=worker.engine,
+            request=ticket.draw.id,
+            lease=lease,
+            tokens=tuple(request.tokens),
+            groups=groups,
+        )
+        offer = ticket.offer
+        self.at(LEASE_TICKS, lambda: self._expire_leases(worker))
+        self.at(
+            1 + int(4 * chance(self.scenario.seed, "hand-off", ticket.draw.id)),
+            lambda: self._add(self.workers["decode"], ticket, offer.tokens, prefilled=1),
+        )
+
+    def _expire_leases(self, worker: Worker) -> None:
+        for request in worker.leases.expire(self.now) if worker.alive else ():
+            self.result.faults["lease_expired"] += 1
+            worker.scheduler.release_held(request)
+            worker.device.requests.pop(request, None)
+
+    def _end_lease(self, offer: Offer) -> None:
+        worker = self.workers["prefill"]
+        if worker.engine == offer.engine:
+            request = worker.leases.release(offer.lease)
+            if request is not None:
+                worker.scheduler.release_held(request)
+                worker.device.requests.pop(request, None)
+
+    # ---- loads -------------------------------------------------------------------------------------
+
+    def _start_loads(self, worker: Worker, request: str, loads: tuple[Load, ...]) -> None:
+        ticket, pull = self.tickets[request], Pull(request, worker.engine)
+        epoch = worker.scheduler.requests[request].epoch
+        fates: list[TransferFate] = []
+        for number, load in enumerate(loads):
+            fate = transfer_fate(self.scenario, request, f"{worker.engine}:{epoch}:{number}")
+            fates.append(fate)
+            for kind in fate.kinds:
+                self.result.faults[kind] += 1
+            pull.landing.append(self.now + fate.delay)
+            if load.key is not None:
+                self.at(fate.delay, lambda load=load, fate=fate: self._tier_landed(worker, pull, load, fate))  # type: ignore[misc]
+            else:
+                assert ticket.offer is not None
+                self._start_pull(worker, pull, load, fate, ticket.offer)
+        order = [fate.delay for fate in fates]
+        self.result.faults["transfer_reordered"] += order != sorted(order)
+        self.at(DEADLINE_TICKS, lambda: self._deadline(worker, pull, epoch))
+
+    def _start_pull(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate, offer: Offer) -> None:
+        sequence = worker.kv.sequences[pull.request]
+        runs = plan_pull(worker.layout, load, offer, sequence.groups[load.group].pages)
+
+        def land() -> None:
+            self._pull_landed(worker, pull, load, fate, offer, runs)
+
+        self.at(fate.delay, land)
+        if fate.duplicated:
+            self.at(fate.delay + 3, lambda: self._arrived(worker, pull, load))
+
+    def _pull_landed(
+        self,
+        worker: Worker,
+        pull: Pull,
+        load: Load,
+        fate: TransferFate,
+        offer: Offer,
+        runs: tuple[SlotRun, ...],
+    ) -> None:
+        """Data arrives from the prefill worker, which must then confirm that its lease held."""
+        if not worker.alive:
+            return
+        source = self.workers["prefill"]
+        if fate.failed or source.engine != offer.engine:
+            self._load_failed(worker, pull, load)
+            return
+        group = signatures(source.layout).index(signatures(worker.layout)[load.group])
+        source_memory = source.device.memory[source.layout.arena_of[group]]
+        memory = worker.device.memory[worker.layout.arena_of[load.group]]
+        for run in runs:
+            there, here = run.source_offset, run.destination_offset
+            ids, states = source.sanitizer.slots(group, run.source_page, there, run.slots)
+            worker.sanitizer.landed(
+                pull.request, load.group, run.destination_page, here, ids, states, f"{source.engine}"
+            )
+            values = source_memory[run.source_page][there : there + run.slots]
+            memory[run.destination_page][here : here + run.slots] = values
+        if source.leases.held(offer.lease):
+            self._arrived(worker, pull, load)
+        else:
+            self._load_failed(worker, pull, load)
+
+    def _tier_landed(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
+        if not worker.alive:
+            return
+        assert self.tier is not None and load.key is not None
+        page = self.tier.get(load.group, load.key)
+        sequence = worker.kv.sequences.get(pull.request)
+        if sequence is None or load not in sequence.loads:
+            return
+        if page is None or fate.failed:
+            self.result.faults["tier_load_failed"] += 1
+            self._load_failed(worker, pull, load)
+            return
+        size = worker.layout.groups[load.group].page_tokens
+        here = sequence.groups[load.group].pages[load.interval.start // size]
+        count = load.interval.size
+        worker.sanitizer.landed(
+            pull.request, load.group, here, 0, page.ids[:count], bytes([2]) * count, "tier"
+        )
+        worker.device.memory[worker.layout.arena_of[load.group]][here][:count] = page.values[:count]
+        self.result.faults["tier_load"] += 1
+        self._arrived(worker, pull, load)
+
+    def _arrived(self, worker: Worker, pull: Pull, load: Load) -> None:
+        if worker.alive:
+            worker.scheduler.load_arrived(pull.request, load)
+            self._after_load(worker, pull)
+
+    def _load_failed(self, worker: Worker, pull: Pull, load: Load) -> None:
+        worker.scheduler.load_failed(pull.request, load)
+        self._after_load(worker, pull)
+
+    def _after_load(self, worker: Worker, pull: Pull) -> None:
+        request = worker.scheduler.requests.get(pull.request)
+        ticket = self.tickets[pull.request]
+        if ticket.offer is not None and (request is None or request.state is not State.LOADING):
+            self._end_lease(ticket.offer)
+        self._wake(worker)
+
+    def _deadline(self, worker: Worker, pull: Pull, epoch: int) -> None:
+        """A transfer that has not ended by now is given up; its pages wait until its handle is destroyed."""
+        request = worker.scheduler.requests.get(pull.request) if worker.alive else None
+        if request is None or request.state is not State.LOADING or request.epoch != epoch:
+            return
+        self.result.faults["transfer_lost"] += 1
+        self._quarantine(worker, pull, worker.scheduler.load_lost(pull.request))
+        self._after_load(worker, pull)
+
+    def _quarantine(self, worker: Worker, pull: Pull, aside: list[tuple[int, list[int]]]) -> None:
+        def destroy() -> None:
+            if worker.alive:
+                worker.kv.restore_quarantined(aside)
+                self._wake(worker)
+
+        if aside:
+            self.at(max([0, *(tick - self.now for tick in pull.landing)]) + 1, destroy)
+
+    def _offload(self, worker: Worker) -> None:
+        """A second tier takes over some of the pages that were published."""
+        pages, worker.sanitizer.new_pages = worker.sanitizer.new_pages, []
+        if self.tier is None:
+            return
+        for group, page, key in pages:
+            size = worker.layout.groups[group].page_tokens
+            arena = worker.kv.pool.arenas[worker.layout.arena_of[group]]
+            if arena.published[page] and chance(self.scenario.seed, "tier", key) < self.scenario.tier_share:
+                ids, _states = worker.sanitizer.slots(group, page, 0, size)
+                values = worker.device.memory[arena.index][page][:size]
+                self.tier.put(group, key, TierPage(list(values), ids))
+
+    # ---- faults from outside -----------------------------------------------------------------------
+
+    def _abort(self, name: str) -> None:
+        for worker in self.workers.values():
+            request = worker.scheduler.requests.get(name)
+            if request is None:
+                continue
+            self.result.faults["abort"] += 1
+            held = request.state is State.HELD
+            aside = worker.scheduler.abort(name)
+            self._quarantine(worker, Pull(name, worker.engine, [self.now + 3 * DEADLINE_TICKS]), aside)
+            worker.sanitizer.check_conservation()
+            self.tickets[name].done = True
+            if held:
+                offer = self.tickets[name].offer
+                assert offer is not None
+                worker.leases.release(offer.lease)
+            self._wake(worker)
+
+    def _kill(self, name: str) -> None:
+        """A worker dies with everything it held and starts again under a new id."""
+        old = self.workers[name]
+        self.result.faults["worker_death"] += 1
+        old.alive = False
+        self._drained_steps += old.steps
+        self._collect(old)
+        new = self.workers[name] = self._make(name)
+        lost = [n for n, request in old.scheduler.requests.items() if request.state is not State.HELD]
+        for request_name in lost:
+            ticket = self.tickets.get(request_name)
+            if ticket is None or ticket.done:
+                continue
+            # The router starts it over; what was sent before must come out the same.
+            ticket.output.clear()
+            if "#" in request_name:
+                ticket.done = True
+            else:
+                self.at(1, lambda ticket=ticket: self._submit(ticket))  # type: ignore[misc]
+        assert new.alive

@@ -1,0 +1,1 @@
+"""Moving KV between workers: torch-free logic here, transports in files of their own."""

@@ -1,0 +1,145 @@
+"""The logic of a hand-off from a prefill worker (P) to a decode worker (D), without a transport.
+
+    P: prefill ─▶ Lease + Offer ─────────────────────────────┐          (pages held while the lease runs)
+    D: admit ─▶ loads ─▶ plan_pull(load, offer) ─▶ copy slots ─▶ ask P: did the lease hold? ─▶ import
+
+Both sides speak in token intervals per group. A group is recognised by its signature, which leaves the
+page size out: page sizes may differ, layouts may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.errors import TransferError
+from outrider.kv.intervals import Interval, SlotRun, pair
+from outrider.kv.layout import KVLayout
+from outrider.kv.ledger import Load
+
+
+class GroupSignature(NamedTuple):
+    """What must be equal for slots of two groups to be interchangeable."""
+
+    name: str
+    kind: str
+    slot_bytes: int
+    reach: int
+    owner: str
+
+
+def signatures(layout: KVLayout) -> tuple[GroupSignature, ...]:
+    footprint = layout.footprint
+    drafter = f"{footprint.fingerprint}:{footprint.taps}"
+    return tuple(
+        GroupSignature(
+            group.name,
+            group.kind.label,
+            group.slot_bytes,
+            layout.reach[number],
+            "target" if number < layout.num_target else drafter,
+        )
+        for number, group in enumerate(layout.groups)
+    )
+
+
+class OfferedGroup(NamedTuple):
+    """Durable slots of one group on the prefill side. `pages` is indexed by page number."""
+
+    interval: Interval
+    pages: tuple[int, ...]
+    page_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What P holds for a request: tokens, and slots per group."""
+
+    engine: str
+    """A fresh id per start of the worker, so that a restarted peer is never mistaken for the old one."""
+    request: str
+    lease: int
+    tokens: tuple[int, ...]
+    groups: Mapping[GroupSignature, OfferedGroup]
+
+
+def shared_groups(local: KVLayout, remote: Sequence[GroupSignature]) -> frozenset[int]:
+    """The handshake: local group numbers that the peer can send.
+
+    Target groups must all be there. Draft groups that the peer lacks are left out, and counted by the caller.
+    """
+    theirs = set(remote)
+    own = signatures(local)
+    missing = [own[g].name for g in local.target_groups if own[g] not in theirs]
+    if missing:
+        raise TransferError(
+            f"the peer's target layout differs in group(s) {', '.join(missing)}; run the same model, dtype and "
+            "attention layout on both workers"
+        )
+    draft = [g for g in local.draft_groups if own[g] in theirs]
+    complete = len(draft) == len(local.draft_groups)
+    return frozenset([*local.target_groups, *(draft if complete else ())])
+
+
+def offered_intervals(local: KVLayout, offer: Offer) -> dict[int, Interval]:
+    """What a peer holds of a request, by local group number."""
+    own = signatures(local)
+    groups = shared_groups(local, tuple(offer.groups))
+    return {g: offer.groups[own[g]].interval for g in sorted(groups)}
+
+
+def plan_pull(layout: KVLayout, load: Load, offer: Offer, table: Sequence[int]) -> tuple[SlotRun, ...]:
+    """Slots to copy for one load. Raises TransferError if the peer does not hold all of it."""
+    signature = signatures(layout)[load.group]
+    offered = offer.groups.get(signature)
+    if offered is None or not offered.interval.covers(load.interval):
+        have = "nothing" if offered is None else str(offered.interval)
+        raise TransferError(f"group {signature.name}: wanted {load.interval}, the peer holds {have}")
+    return tuple(
+        pair(
+            load.interval,
+            source=offered.interval,
+            source_pages=offered.pages,
+            source_page_tokens=offered.page_tokens,
+            destination_pages=table,
+            destination_page_tokens=layout.groups[load.group].page_tokens,
+        )
+    )
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """P's promises to keep pages in place. Times are whatever clock the worker runs on."""
+
+    duration: int
+    _ends: dict[int, int] = field(default_factory=dict)
+    _owners: dict[int, str] = field(default_factory=dict)
+    _next: int = 0
+
+    def grant(self, request: str, now: int) -> int:
+        lease = self._next
+        self._next += 1
+        self._ends[lease] = now + self.duration
+        self._owners[lease] = request
+        return lease
+
+    def held(self, lease: int) -> bool:
+        """Were the pages in place from the grant until now? D asks this after the last byte has arrived."""
+        return lease in self._ends
+
+    def renew(self, lease: int, now: int) -> bool:
+        if lease not in self._ends:
+            return False
+        self._ends[lease] = now + self.duration
+        return True
+
+    def release(self, lease: int) -> str | None:
+        """D is done. Returns the request whose pages may go, or None if the lease had ended before."""
+        self._ends.pop(lease, None)
+        return self._owners.pop(lease, None)
+
+    def expire(self, now: int) -> list[str]:
+        """End every lease that has run out; their requests' pages may go."""
+        ended = [lease for lease, end in self._ends.items() if end <= now]
+        return [request for lease in ended if (request := self.release(lease)) is not None]

@@ -1,0 +1,334 @@
+"""Tiny layouts, a KV manager driven by hand, and an engine without a model around the real scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Any
+
+from outrider.kv import NO_DRAFTER, Full, GroupSpec, Interval, KVConfig, KVFootprint, KVLayout, KVManager
+from outrider.kv import Sliding as SlidingKind
+from outrider.kv.intervals import pages_under
+from outrider.kv.ledger import SequenceKV
+from outrider.kv.observer import Hit, KVObserver
+from outrider.kv.pages import SINK
+from outrider.kv.plan import KVPlan, PageTables
+from outrider.scheduler import RequestSpec, Scheduler, SchedulerConfig, StepPlan, StepRow, Update, Verdict
+from outrider.speculative.footprints import DrafterShape, footprint_for
+
+METHODS_WITH_KV = ("draft_model", "eagle", "mtp", "dflash")
+OTHER = 99_999
+"""A token that no prompt made by ids() contains."""
+METHODS_WITH_TAPS = ("eagle", "mtp", "dflash")
+
+
+def full(name: str = "full", *, page: int = 8, slot_bytes: int = 1) -> GroupSpec:
+    return GroupSpec(name=name, kind=Full(), page_tokens=page, slot_bytes=slot_bytes)
+
+
+def sliding(window: int, name: str = "sliding", *, page: int = 8, slot_bytes: int = 1) -> GroupSpec:
+    return GroupSpec(name=name, kind=SlidingKind(window), page_tokens=page, slot_bytes=slot_bytes)
+
+
+def drafter(
+    method: str,
+    *groups: GroupSpec,
+    page: int = 8,
+    slot_bytes: int = 1,
+    max_len: int | None = None,
+    fingerprint: str = "",
+) -> KVFootprint:
+    """The declared footprint of a method; one full draft group unless told otherwise."""
+    owned = groups or (full("draft", page=page, slot_bytes=slot_bytes),)
+    shape = DrafterShape(
+        groups=owned if method in METHODS_WITH_KV else (),
+        taps=(1, 2) if method in METHODS_WITH_TAPS else (),
+        max_len=max_len,
+        fingerprint=fingerprint,
+    )
+    return footprint_for(method, shape)
+
+
+def make_manager(
+    *target: GroupSpec,
+    footprint: KVFootprint = NO_DRAFTER,
+    pages: int | tuple[int, ...] = 64,
+    observer: KVObserver | None = None,
+    tiers: Sequence[Any] = (),
+    **config: Any,
+) -> KVManager:
+    """A manager over these target groups; every arena gets `pages` usable pages and the sink."""
+    layout = KVLayout(target=target or (full(),), footprint=footprint)
+    per_arena = (pages,) * len(layout.arena_page_bytes) if isinstance(pages, int) else pages
+    return KVManager(
+        layout,
+        KVConfig(arena_pages=tuple(count + 1 for count in per_arena), **config),
+        observer=observer,
+        tiers=tiers,
+    )
+
+
+def ids(count: int, seed: int = 0) -> array[int]:
+    """Token ids that differ from those of any other seed from the first one on."""
+    return array("I", [1000 * (seed + 1) + number for number in range(count)])
+
+
+def available(kv: KVManager) -> list[int]:
+    return [arena.num_available for arena in kv.pool.arenas]
+
+
+def everything(kv: KVManager) -> list[int]:
+    return [arena.num_pages - 1 for arena in kv.pool.arenas]
+
+
+def assert_at_rest(kv: KVManager) -> None:
+    """Nobody holds anything: all pages but the sink can be had again."""
+    kv.check_integrity()
+    assert not kv.sequences
+    assert available(kv) == everything(kv)
+
+
+class Hand:
+    """Drives a KVManager without a scheduler: every plan is applied to page tables like a runner's."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self.kv = kv
+        self.tables = PageTables(len(kv.layout.groups))
+        self._next_step = 0
+        self._names = 0
+
+    def plan(self) -> KVPlan:
+        """Take the next plan; its step is in flight until done()."""
+        plan = self.kv.take_plan(self._next_step)
+        self._next_step += 1
+        self.tables.apply(plan)
+        return plan
+
+    def done(self, plan: KVPlan) -> None:
+        self.kv.complete(plan.step)
+
+    def settle(self) -> KVPlan:
+        plan = self.plan()
+        self.done(plan)
+        return plan
+
+    def open(self, tokens: Iterable[int], *, total: int | None = None, k: int = 0, **more: Any) -> SequenceKV:
+        known = array("I", tokens)
+        self._names += 1
+        total = len(known) + 64 if total is None else total
+        return self.kv.open(f"s{self._names}", known, total_tokens=total, k=k, **more)
+
+    def admit(self, tokens: Iterable[int], *, k: int = 0, total: int | None = None, **more: Any) -> SequenceKV:
+        sequence = self.open(tokens, k=k, total=total)
+        self.kv.admit(sequence, **more)
+        return sequence
+
+    def advance(self, sequence: SequenceKV, v: int, *, k: int = 0) -> None:
+        """One step that ends at v and proposes k. Every token up to and including v must be known."""
+        footprint = self.kv.layout.footprint
+        self.kv.reserve(sequence, v, footprint.reserve_end(v=v, k=k))
+        plan = self.plan()
+        self.kv.commit(sequence, v)
+        self.done(plan)
+
+    def prefill(
+        self, tokens: Iterable[int], *, sampled: int = 7, k: int = 0, total: int | None = None, **more: Any
+    ) -> SequenceKV:
+        """Open, admit, compute the whole prompt, and sample one token."""
+        sequence = self.admit(tokens, k=k, total=total, **more)
+        end = len(sequence.tokens)
+        sequence.tokens.append(sampled)
+        self.advance(sequence, end, k=k)
+        return sequence
+
+    def decode(self, sequence: SequenceKV, tokens: Iterable[int], *, k: int = 0) -> None:
+        """Commit what is known and sample these tokens after it, one step for each."""
+        for token in tokens:
+            sequence.tokens.append(token)
+            self.advance(sequence, len(sequence.tokens) - 1, k=k)
+
+    def serve(self, tokens: Iterable[int], **more: Any) -> None:
+        """A request that comes, leaves its pages in the cache, and goes."""
+        self.kv.close(self.prefill(tokens, **more))
+        self.settle()
+
+
+def held_pages(kv: KVManager, sequence: SequenceKV, group: int) -> dict[int, int]:
+    """Page number -> page, of what the sequence holds in one group."""
+    state = sequence.groups[group]
+    return {n: state.pages[n] for n in range(state.first_page, len(state.pages))}
+
+
+class Watch(KVObserver):
+    """Remembers what the manager published, evicted and found."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int, int]] = []
+        """(sequence, group, page number) of every page published, in order."""
+        self.evictions: list[tuple[int, int]] = []
+        self.hits: dict[str, Hit] = {}
+
+    def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
+        self.hits[sequence.id] = hit
+
+    def published(self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes) -> None:
+        self.log.append((sequence.id, group, page_number))
+
+    def evicted(self, arena: int, page: int) -> None:
+        self.evictions.append((arena, page))
+
+    def numbers(self, sequence: SequenceKV, group: int) -> list[int]:
+        return [number for id, g, number in self.log if (id, g) == (sequence.id, group)]
+
+
+def watched(*target: GroupSpec, **more: Any) -> tuple[Hand, Watch]:
+    watch = Watch()
+    return Hand(make_manager(*target, observer=watch, **more)), watch
+
+
+# ---- a scheduler and a model that is a formula ---------------------------------------------------------
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake target: what follows is a function of the tokens so far, whatever the schedule was."""
+    return (31 * tokens[-1] + 7 * len(tokens) + sum(tokens[-3:])) % 509 + 1
+
+
+def reference_text(prompt: Iterable[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+    """What the target alone writes."""
+    tokens = list(prompt)
+    start = len(tokens)
+    while len(tokens) - start < count:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stop:
+            break
+    return tokens[start:]
+
+
+def rows_of(row: StepRow, footprint: KVFootprint) -> int:
+    """Everything one request costs in a step: its rows, tap rows, drafting rows and catch-up rows."""
+    catch_up = 0
+    if row.draft_end >= 0 and footprint.rebuild:
+        behind = footprint.backlog(durable_end=row.draft_end, v=row.start)
+        catch_up = behind if row.feed_to is None else row.feed_to - row.draft_end
+    return row.num_rows + row.tap_rows + footprint.draft_rows(row.propose) + catch_up
+
+
+class Engine:
+    """Runs plans of the real scheduler with the fake target, and checks where every row writes.
+
+    `accepts(rng, drafts)` says how many drafts the target agrees with; `proposes(rng, planned)` how many the
+    drafter really came up with.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        seed: int = 0,
+        accepts: Callable[[Random, int], int] = lambda rng, drafts: rng.randint(0, drafts),
+        proposes: Callable[[Random, int], int] = lambda rng, planned: planned,
+        scheduler: type[Scheduler] = Scheduler,
+        **config: Any,
+    ) -> None:
+        self.kv = kv
+        self.scheduler = scheduler(SchedulerConfig(**config), kv)
+        self.rng = Random(seed)
+        self.text: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.plans: list[StepPlan] = []
+        self._accepts = accepts
+        self._proposes = proposes
+        self._tables = PageTables(len(kv.layout.groups))
+        self._planned: StepPlan | None = None
+
+    def add(self, id: str, prompt: Iterable[int], max_tokens: int = 8, **more: Any) -> None:
+        self.scheduler.add(RequestSpec(id=id, prompt=array("I", prompt), max_tokens=max_tokens, **more))
+
+    def step(self) -> list[Update]:
+        """One step; with a step in flight, the next one is planned before the verdict of this one."""
+        scheduler = self.scheduler
+        plan = self._planned if self._planned is not None else scheduler.schedule()
+        verdict = self._run(plan)
+        self._planned = scheduler.schedule() if scheduler.config.step_in_flight else None
+        updates = scheduler.commit(plan, verdict)
+        if self._planned is not None:
+            self._planned = scheduler.correct(self._planned)
+        self._note(updates)
+        return updates
+
+    def run(self, *, max_steps: int = 2000) -> None:
+        """Until everything has finished."""
+        for _ in range(max_steps):
+            if not self.scheduler.requests:
+                break
+            self.step()
+        assert not self.scheduler.requests, f"still here: {sorted(self.scheduler.requests)[:8]}"
+        if self._planned is not None:
+            self.step()
+        self.drain()
+
+    def drain(self) -> None:
+        """Complete the plan made ahead, if there is one."""
+        if self._planned is not None:
+            plan, self._planned = self._planned, None
+            self._note(self.scheduler.commit(plan, self._run(plan)))
+
+    def _note(self, updates: list[Update]) -> None:
+        for update in updates:
+            self.text.setdefault(update.request, []).extend(update.tokens)
+            if update.finish is not None:
+                assert update.request not in self.finished, f"{update.request} finished twice"
+                self.finished[update.request] = update.finish
+
+    def _run(self, plan: StepPlan) -> Verdict:
+        self.plans.append(plan)
+        self._tables.apply(plan.kv)
+        tokens, proposed, forks = [], [], {}
+        for row in plan.rows:
+            request = self.scheduler.requests.get(row.request)
+            sampled: list[int] = []
+            if row.samples:
+                known = list(request.tokens) if request else [1]
+                accepted = self._accepts(self.rng, row.drafts) if row.drafts else 0
+                for _ in range(accepted + 1):
+                    sampled.append(next_token(known))
+                    known.append(sampled[-1])
+                if row.samples > 1:
+                    forks[row.request] = tuple(600 + number for number in range(1, row.samples))
+            tokens.append(tuple(sampled))
+            proposed.append(self._proposes(self.rng, row.propose) if row.propose else 0)
+            if request is not None:
+                self._check_writes(row, len(sampled))
+        return Verdict(
+            step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks
+        )
+
+    def _check_writes(self, row: StepRow, num_sampled: int) -> None:
+        """Every slot that a row writes lies in a page that is held, unshared and not in the index."""
+        layout, footprint = self.kv.layout, self.kv.layout.footprint
+        rows = Interval(row.start, row.start + row.num_rows)
+        for g in layout.target_groups:
+            self._check_written(row, g, rows)
+        if row.draft_end < 0:
+            return
+        accepted = max(0, num_sampled - 1)
+        v = row.start + row.num_rows - row.drafts + accepted
+        feed = footprint.feed(durable_end=row.draft_end, v=v, accepted=accepted, proposed=row.proposed)
+        if row.feed_to is not None:
+            feed = Interval(feed.start, row.feed_to)
+        for g in layout.draft_groups:
+            self._check_written(row, g, feed)
+            self._check_written(row, g, footprint.scratch(v, row.propose))
+
+    def _check_written(self, row: StepRow, g: int, positions: Interval) -> None:
+        arena, size = self.kv.pool.arena(g), self.kv.layout.groups[g].page_tokens
+        for number in pages_under(positions, size):
+            table = self._tables.table(row.request, g)
+            where = f"{row.request} writes {positions} of group {g}: page number {number}"
+            assert number < len(table), f"{where} is not reserved ({len(table)} pages)"
+            page = table[number]
+            assert page != SINK, f"{where} is the sink"
+            assert not arena.published[page], f"{where} is in the prefix index"
+            assert arena.refs[page] == 1, f"{where} has {arena.refs[page]} holders"

@@ -1,0 +1,275 @@
+"""The contract: the table of drafters, what is derived from it, and every contradiction refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
+
+import pytest
+
+from outrider.errors import ConfigError, FootprintError
+from outrider.kv import NO_DRAFTER, Interval, KVFootprint, Proposing
+from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
+from tests.kv.fakes import METHODS_WITH_KV, drafter, full
+
+NUMBERS = range(1, 9)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table, for k > 0; with k = 0 every count is 0."""
+
+    passes: Callable[[int], int]
+    query_len: Callable[[int], int]
+    scratch_ahead: Callable[[int], int]
+    written: Callable[[int], int]
+    durable_lead: int
+    reach: int
+    taps: bool
+    keeps_accepted: bool
+    feed_reads_kv: bool
+    rebuild: bool
+
+
+NOTHING_OWNED = Column(
+    lambda k: 0, lambda k: 0, lambda k: 0, lambda k: 0, 0, 0, False, False, False, False
+)
+ONE_LAYER_AHEAD = Column(
+    lambda k: k, lambda k: 1, lambda k: k, lambda k: k - 1, 0, 1, True, False, False, False
+)
+TABLE = {
+    "none": NOTHING_OWNED,
+    "ngram": NOTHING_OWNED,
+    "draft_model": Column(
+        lambda k: k, lambda k: 1, lambda k: k, lambda k: k, 1, 0, False, True, True, True
+    ),
+    "eagle": ONE_LAYER_AHEAD,
+    "mtp": ONE_LAYER_AHEAD,
+    "dflash": Column(
+        lambda k: 1, lambda k: k + 1, lambda k: k + 1, lambda k: k + 1, 0, 0, True, False, False, False
+    ),
+}
+
+
+def test_the_table_has_a_column_for_every_declared_drafter() -> None:
+    assert TABLE.keys() == FOOTPRINTS.keys()
+
+
+@pytest.mark.parametrize("method", TABLE)
+def test_declaration_is_its_column_of_the_table(method: str) -> None:
+    column, footprint = TABLE[method], drafter(method)
+    assert footprint.name == method
+    assert footprint.durable_lead == column.durable_lead
+    assert footprint.token_reach == column.reach
+    assert bool(footprint.taps) == column.taps
+    assert footprint.keeps_accepted == column.keeps_accepted
+    assert footprint.feed_reads_kv == column.feed_reads_kv
+    assert footprint.rebuild == column.rebuild
+    assert bool(footprint.groups) == (method in METHODS_WITH_KV)
+    for k in NUMBERS:
+        assert footprint.passes(k) == column.passes(k)
+        assert footprint.query_len(k) == column.query_len(k)
+        assert footprint.draft_rows(k) == column.passes(k) * column.query_len(k)
+        assert footprint.scratch_ahead(k) == column.scratch_ahead(k)
+        assert footprint.slots_written(k) == column.written(k)
+    for v in (0, 1, 15, 16, 1000):
+        assert footprint.durable_end(v) == v + column.durable_lead
+
+
+@pytest.mark.parametrize("method", TABLE)
+def test_proposing_nothing_costs_nothing(method: str) -> None:
+    footprint = drafter(method)
+    counts = (footprint.passes, footprint.query_len, footprint.draft_rows, footprint.scratch_ahead)
+    assert [count(0) for count in (*counts, footprint.slots_written)] == [0] * 5
+    assert footprint.scratch(50, 0).empty
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("k", NUMBERS)
+def test_everything_that_a_step_writes_is_reserved(method: str, k: int) -> None:
+    footprint, v = drafter(method), 40
+    end = footprint.reserve_end(v=v, k=k)
+    assert end == v + footprint.scratch_ahead(k)
+    scratch = footprint.scratch(v, k)
+    assert scratch.end == v + TABLE[method].written(k) <= end
+    assert footprint.durable_end(v) <= end
+    assert scratch.start in (v, footprint.durable_end(v))
+
+
+@pytest.mark.parametrize(
+    ("method", "scratch"),
+    [("draft_model", Interval(41, 43)), ("eagle", Interval(40, 42)), ("dflash", Interval(40, 44))],
+)
+def test_scratch_of_three_drafts_lies_where_the_method_writes(method: str, scratch: Interval) -> None:
+    """The draft model has consumed the last token already; a block writes that one and three masks."""
+    assert drafter(method).scratch(40, 3) == scratch
+
+
+def test_reservation_without_proposing_still_holds_the_durable_lead() -> None:
+    assert drafter("draft_model").reserve_end(v=16, k=0) == 17
+    assert drafter("eagle").reserve_end(v=16, k=0) == 16
+    assert drafter("ngram").reserve_end(v=16, k=5) == 0
+    assert NO_DRAFTER.reserve_end(v=16, k=0) == 0
+
+
+# ---- fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", TABLE)
+@pytest.mark.parametrize("max_len", [None, 20, 25])
+def test_fit_is_the_largest_k_that_meets_all_three_limits(method: str, max_len: int | None) -> None:
+    footprint = drafter(method, max_len=max_len) if method != "none" else NO_DRAFTER
+    drafter_limit = 10**9 if footprint.max_len is None else footprint.max_len
+    for k in range(6):
+        for v in range(28):
+            for model_limit in (22, 30):
+                for remaining in (0, 1, 2, 4, 50):
+                    meets = [
+                        drafts
+                        for drafts in range(k + 1)
+                        if v + footprint.scratch_ahead(drafts) <= drafter_limit
+                        and v + 1 + drafts <= model_limit
+                        and drafts < remaining
+                    ]
+                    found = footprint.fit(k=k, v=v, max_model_len=model_limit, remaining_tokens=remaining)
+                    assert found == max(meets, default=0), (k, v, model_limit, remaining)
+
+
+@pytest.mark.parametrize(
+    ("method", "fits"),
+    [("dflash", [3, 3, 2, 1, 0, 0]), ("eagle", [3, 3, 3, 2, 1, 0]), ("draft_model", [3, 3, 3, 2, 1, 0])],
+)
+def test_the_bonus_token_of_a_block_counts_against_the_limit(method: str, fits: list[int]) -> None:
+    footprint = drafter(method, max_len=100)
+    assert [
+        footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=1000) for v in range(95, 101)
+    ] == fits
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+def test_nothing_is_stored_past_the_drafters_limit(method: str) -> None:
+    footprint = drafter(method, max_len=100)
+    for v in range(90, 130):
+        assert footprint.durable_end(v) <= 100
+        assert footprint.reserve_end(v=v, k=0) <= 100
+        k = footprint.fit(k=5, v=v, max_model_len=4096, remaining_tokens=1000)
+        if k:
+            assert footprint.scratch(v, k).end <= footprint.reserve_end(v=v, k=k) <= 100
+    assert footprint.durable_end(200) == 100
+
+
+def test_backlog_is_what_could_be_stored_but_was_not_fed() -> None:
+    footprint = drafter("draft_model", max_len=100)
+    assert footprint.backlog(durable_end=10, v=40) == 30
+    assert footprint.backlog(durable_end=41, v=40) == 0
+    assert footprint.backlog(durable_end=90, v=140) == 10
+    assert footprint.backlog(durable_end=100, v=140) == 0
+
+
+# ---- feed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("proposed", range(6))
+def test_feeding_closes_every_hole_and_rewrites_nothing_that_was_kept(method: str, proposed: int) -> None:
+    """Slot by slot: which ones were written from tokens that then turned out to be committed?"""
+    footprint, v = drafter(method), 20
+    durable = set(range(footprint.durable_end(v)))
+    for accepted in range(proposed + 1):
+        kept = set()
+        if footprint.keeps_accepted:
+            # The chain's scratch at v + i was written from draft i, and drafts 1..accepted were right.
+            kept = {p for p in range(*footprint.scratch(v, proposed)) if p - v <= accepted}
+        after = v + 1 + accepted
+        feed = footprint.feed(
+            durable_end=footprint.durable_end(v), v=after, accepted=accepted, proposed=proposed
+        )
+        missing = set(range(footprint.durable_end(after))) - durable - kept
+        assert set(range(*feed)) == missing, (accepted, feed)
+
+
+def test_an_all_accepted_chain_feeds_the_last_draft_too() -> None:
+    """The chain never consumed its last draft: one slot more than "the newest token" is missing."""
+    footprint = drafter("draft_model")
+    assert footprint.feed(durable_end=11, v=13, accepted=2, proposed=3) == Interval(13, 14)
+    assert footprint.feed(durable_end=11, v=14, accepted=3, proposed=3) == Interval(13, 15)
+
+
+def test_drafts_that_were_proposed_but_not_verified_are_not_kept() -> None:
+    assert drafter("draft_model").feed(durable_end=11, v=12, accepted=1, proposed=4) == Interval(12, 13)
+
+
+def test_a_drafter_that_keeps_nothing_is_fed_every_committed_token() -> None:
+    for method in ("eagle", "dflash"):
+        feed = drafter(method).feed(durable_end=10, v=14, accepted=3, proposed=3)
+        assert feed == Interval(10, 14)
+
+
+# ---- contradictions ------------------------------------------------------------------------------------
+
+GROUPS = (full("draft"),)
+FROM_TOKENS = {"proposing": Proposing.CHAIN, "groups": GROUPS, "rebuild": True}
+FROM_TAPS = {"proposing": Proposing.CHAIN, "groups": GROUPS, "taps": (1,)}
+IN_BLOCKS = {"proposing": Proposing.BLOCK, "groups": GROUPS, "taps": (1,), "scratch_extra": 1}
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("negative scratch", FROM_TOKENS | {"scratch_extra": -1}, ("scratch_extra", "-1")),
+    ("negative lead", FROM_TOKENS | {"durable_lead": -1}, ("durable_lead", "-1")),
+    ("negative reach", FROM_TAPS | {"token_reach": -1}, ("token_reach", "-1")),
+    ("a limit of nothing", FROM_TAPS | {"max_len": 0}, ("max_len", "at least 1")),
+    ("two groups of one name", FROM_TAPS | {"groups": GROUPS * 2}, ("share a name", "draft")),
+    ("lookup with groups", {"proposing": Proposing.LOOKUP, "groups": GROUPS}, ("looks up", "groups")),
+    ("lead past the last sampled token", FROM_TOKENS | {"durable_lead": 2}, ("durable_lead 2", "use 0 or 1")),
+    ("lead and reach", FROM_TAPS | {"durable_lead": 1, "token_reach": 1}, ("not sampled yet", "stops at v")),
+    ("reach of two", FROM_TAPS | {"token_reach": 2}, ("token_reach 2", "not sampled yet")),
+    ("rebuilt although it reads taps", FROM_TAPS | {"rebuild": True}, ("rebuild", "taps", "one or the other")),
+    ("no taps and no rebuild", FROM_TAPS | {"taps": ()}, ("no taps", "rebuild=True")),
+    ("rebuilt although it reaches", FROM_TOKENS | {"token_reach": 1}, ("token ids alone", "later token")),
+    ("a block that keeps", IN_BLOCKS | {"keeps_accepted": True}, ("masks", "keeps_accepted=False")),
+    ("taps and keeps", FROM_TAPS | {"keeps_accepted": True}, ("taps", "keeps_accepted=False")),
+    ("a block without the bonus slot", IN_BLOCKS | {"scratch_extra": 0}, ("scratch_ahead(1)", "raise scratch_extra")),
+    ("passes without groups", {"proposing": Proposing.CHAIN}, ("chain", "declare the groups")),
+    ("a block without groups", {"proposing": Proposing.BLOCK}, ("block", "declare the groups")),
+] + [
+    (f"{field} without groups", {"proposing": Proposing.LOOKUP, field: value}, (field, "no groups"))
+    for field, value in {
+        "scratch_extra": 1,
+        "durable_lead": 1,
+        "token_reach": 1,
+        "taps": (3,),
+        "keeps_accepted": True,
+        "feed_reads_kv": True,
+        "rebuild": True,
+    }.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"), [c[1:] for c in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS]
+)
+def test_contradiction_is_refused_with_its_reason(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(FootprintError) as refused:
+        KVFootprint(name="mine", **fields)
+    assert isinstance(refused.value, ConfigError)
+    for word in ("mine", *words):
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("fields", [FROM_TOKENS, FROM_TAPS, IN_BLOCKS, {"proposing": Proposing.LOOKUP}])
+def test_what_the_contradictions_start_from_is_fine(fields: dict[str, Any]) -> None:
+    assert KVFootprint(name="mine", **fields).name == "mine"
+
+
+def test_a_method_whose_checkpoint_lacks_what_it_needs_is_refused() -> None:
+    for method in METHODS_WITH_KV:
+        with pytest.raises(FootprintError):
+            footprint_for(method, DrafterShape())
+    with pytest.raises(FootprintError):
+        footprint_for("eagle", DrafterShape(groups=GROUPS))
+    assert footprint_for("ngram", DrafterShape(groups=GROUPS)).groups == ()
+
+
+def test_a_declaration_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(FrozenInstanceError):
+        drafter("eagle").token_reach = 0  # type: ignore[misc]

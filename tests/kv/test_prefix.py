@@ -1,0 +1,283 @@
+"""Keys: equal exactly when the bytes are. The index: the closest page, as by comparing with all of them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from outrider.kv import CacheIdentity, KVLayout, Sliding
+from outrider.kv.footprint import KVFootprint
+from outrider.kv.prefix import Chain, GroupIndex, Media, group_tag
+from tests.kv.fakes import drafter, full, ids, make_manager, sliding
+
+ROOT = CacheIdentity().root()
+
+
+def bases(tokens: array[int], *, grain: int = 4, root: bytes = ROOT, media: tuple[Media, ...] = ()) -> list[bytes]:
+    chain = Chain(root, grain, media)
+    chain.extend(tokens, len(tokens))
+    return chain.bases
+
+
+def common(left: list[bytes], right: list[bytes]) -> int:
+    """How many whole blocks share their base."""
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count - 1
+
+
+# ---- the chain -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", range(24))
+def test_a_changed_token_changes_its_block_and_all_after_it(place: int) -> None:
+    tokens, other = ids(24), ids(24)
+    other[place] += 1
+    assert common(bases(tokens), bases(other)) == place // 4
+    assert len(set(bases(tokens) + bases(other))) == 7 + 6 - place // 4
+
+
+def test_only_whole_blocks_have_a_base() -> None:
+    for length in range(13):
+        assert len(bases(ids(length))) == 1 + length // 4
+    assert bases(ids(12)) == bases(ids(15))
+
+
+def test_extending_bit_by_bit_equals_extending_at_once() -> None:
+    rng, tokens = Random(0), ids(64)
+    media = (Media(10, 17, b"m" * 32),)
+    chain, end = Chain(ROOT, 4, media), 0
+    while end < 64:
+        end = min(64, end + rng.randint(0, 7))
+        chain.extend(tokens, end)
+        assert len(chain.bases) == 1 + end // 4
+    assert chain.bases == bases(tokens, media=media)
+
+
+@pytest.mark.parametrize("end", range(0, 24))
+def test_truncating_forgets_every_block_that_is_not_wholly_below(end: int) -> None:
+    tokens = ids(24)
+    chain = Chain(ROOT, 4)
+    chain.extend(tokens, 24)
+    chain.truncate(end)
+    assert len(chain.bases) == 1 + end // 4
+    for place in range(end, 24):
+        tokens[place] += 5000
+    chain.extend(tokens, 24)
+    assert chain.bases == bases(tokens)
+
+
+IDENTITY = CacheIdentity()
+ROOTS = {
+    "plain": IDENTITY.root(),
+    "salt": IDENTITY.root(salt="tenant"),
+    "other salt": IDENTITY.root(salt="tenant2"),
+    "adapter": IDENTITY.root(adapter="tenant"),
+    "both": IDENTITY.root(adapter="tenant", salt="tenant"),
+    "split": IDENTITY.root(adapter="tenant2"),
+    "ab,c": IDENTITY.root(adapter="ab", salt="c"),
+    "a,bc": IDENTITY.root(adapter="a", salt="bc"),
+    "weights": replace(IDENTITY, weights="w").root(),
+    "dtype": replace(IDENTITY, dtype="bfloat16").root(),
+    "layout": replace(IDENTITY, layout="w").root(),
+    "rank": replace(IDENTITY, tensor_parallel_rank=1).root(),
+    "size": replace(IDENTITY, tensor_parallel_size=2).root(),
+    "rank and size": replace(IDENTITY, tensor_parallel_rank=1, tensor_parallel_size=2).root(),
+}
+
+
+def test_no_two_identities_share_a_key_for_the_same_tokens() -> None:
+    chains = {name: bases(ids(16), root=root) for name, root in ROOTS.items()}
+    every = [base for chain in chains.values() for base in chain]
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("other", [{"salt": "b"}, {"adapter": "x"}, {"salt": "a", "adapter": "x"}])
+def test_another_tenant_or_adapter_gets_no_hit(other: dict[str, str]) -> None:
+    kv = make_manager(full(page=4))
+    first = kv.open("first", ids(16), total_tokens=20, salt="a")
+    kv.admit(first)
+    kv.reserve(first, 16, 0)
+    kv.commit(first, 16)
+    same = kv.open("same", ids(16), total_tokens=20, salt="a")
+    assert kv.admit(same).hit == 15
+    stranger = kv.open("stranger", ids(16), total_tokens=20, **other)
+    assert kv.admit(stranger).hit == 0
+
+
+# ---- media ---------------------------------------------------------------------------------------------
+
+
+def test_media_positions_hash_their_content() -> None:
+    tokens = ids(24)
+    cat, dog = (Media(6, 10, b"c" * 32),), (Media(6, 10, b"d" * 32),)
+    assert bases(tokens, media=cat) == bases(tokens, media=cat)
+    assert common(bases(tokens, media=cat), bases(tokens, media=dog)) == 1
+    assert common(bases(tokens, media=cat), bases(tokens)) == 1
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "shared_blocks"),
+    [
+        (Media(0, 12, b"c" * 32), Media(4, 16, b"c" * 32), 0),
+        (Media(4, 16, b"c" * 32), Media(5, 17, b"c" * 32), 1),
+        (Media(4, 16, b"c" * 32), Media(4, 15, b"c" * 32), 3),
+        (Media(4, 16, b"c" * 32), Media(4, 20, b"c" * 32), 4),
+    ],
+    ids=["another block", "shifted inside its first block", "ends earlier", "ends later"],
+)
+def test_media_at_another_place_differs_from_its_first_block_on(
+    here: Media, there: Media, shared_blocks: int
+) -> None:
+    """A text may spell the placeholder's id, so equal ids do not show where the media lies."""
+    tokens = array("I", [9] * 24)
+    assert common(bases(tokens, media=(here,)), bases(tokens, media=(there,))) == shared_blocks
+
+
+def test_a_page_with_media_is_never_shared_in_part() -> None:
+    """Placeholder ids look alike, so equal ids say nothing about equal content."""
+    kv = make_manager(full(page=8))
+    image = (Media(10, 14, b"c" * 32),)
+    first = kv.open("first", ids(24), total_tokens=32, media=image)
+    kv.admit(first)
+    kv.reserve(first, 24, 0)
+    kv.commit(first, 24)
+    again = kv.open("again", ids(24), total_tokens=32, media=image)
+    assert kv.admit(again).hit == 23
+    other = kv.open("other", ids(24), total_tokens=32, media=(Media(10, 14, b"d" * 32),))
+    assert kv.admit(other).hit == 8
+    without = kv.open("without", ids(24), total_tokens=32)
+    assert kv.admit(without).hit == 8
+    short = kv.open("short", ids(13), total_tokens=32, media=image)
+    assert kv.admit(short).hit == 8
+
+
+# ---- groups and grain ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sizes", "grain"), [((16,), 16), ((16, 8), 8), ((12, 8), 4), ((32, 8, 24), 8), ((3, 5), 1)])
+def test_grain_is_the_greatest_common_divisor_of_all_page_sizes(sizes: tuple[int, ...], grain: int) -> None:
+    target = tuple(full(f"g{size}", page=size) for size in sizes)
+    assert KVLayout(target=target).grain == grain
+    with_drafter = KVLayout(target=target[:1], footprint=drafter("eagle", *target[1:], page=sizes[0]))
+    assert with_drafter.grain == grain
+
+
+def test_groups_with_other_page_sizes_find_their_own_pages() -> None:
+    kv = make_manager(full("a", page=12), full("b", page=8), pages=32)
+    first = kv.open("first", ids(48), total_tokens=64)
+    kv.admit(first)
+    kv.reserve(first, 48, 0)
+    kv.commit(first, 48)
+    assert [len(index) for index in kv.pool.indexes] == [4, 6]
+    for shared in range(1, 48):
+        other = kv.open(f"o{shared}", ids(shared) + ids(9, seed=3), total_tokens=64)
+        assert kv.admit(other).hit == shared
+        kv.close(other)
+
+
+def test_tags_tell_every_group_from_every_other() -> None:
+    def owner(**more: object) -> KVFootprint:
+        return replace(drafter("eagle"), **more)
+
+    tags = [
+        group_tag(full("g"), reach=0, owner=None),
+        group_tag(full("h"), reach=0, owner=None),
+        group_tag(full("g", page=16), reach=0, owner=None),
+        group_tag(full("g", slot_bytes=2), reach=0, owner=None),
+        group_tag(sliding(8, "g"), reach=0, owner=None),
+        group_tag(sliding(9, "g"), reach=0, owner=None),
+        group_tag(full("g"), reach=1, owner=None),
+        group_tag(full("g"), reach=1, owner=owner()),
+        group_tag(full("g"), reach=1, owner=owner(fingerprint="f")),
+        group_tag(full("g"), reach=1, owner=owner(fingerprint="f2")),
+        group_tag(full("g"), reach=1, owner=owner(taps=(12,))),
+        group_tag(full("g"), reach=1, owner=owner(taps=(1, 2, 3))),
+        group_tag(full("g"), reach=1, owner=owner(taps=(2, 1))),
+    ]
+    assert len(set(tags)) == len(tags)
+    assert group_tag(full("g"), reach=0, owner=None) == tags[0]
+    assert Sliding(8).label != Sliding(80).label
+
+
+# ---- the index -----------------------------------------------------------------------------------------
+
+
+def brute_force_closest(entries: dict[int, tuple[bytes, bytes]], parent: bytes, content: bytes) -> int:
+    """The most tokens that any page after this parent has in common with `content`."""
+    best = 0
+    for known, above in entries.values():
+        if above == parent and known:
+            agree = 0
+            while agree < min(len(known), len(content)) // 4 and (
+                known[4 * agree : 4 * agree + 4] == content[4 * agree : 4 * agree + 4]
+            ):
+                agree += 1
+            best = max(best, agree)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("alphabet", [(1, 2), (0, 255, 256, 65536, 2**32 - 1), tuple(range(50))])
+def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet: tuple[int, ...]) -> None:
+    rng = Random(seed)
+    index, entries = GroupIndex(), {}
+    parents = [b"p", b"q"]
+
+    def some_tokens(count: int) -> bytes:
+        return array("I", rng.choices(alphabet, k=count)).tobytes()
+
+    known_keys: set[bytes] = set()
+    for page in range(1, 160):
+        content, parent = some_tokens(6), rng.choice(parents)
+        key = parent + content
+        if key not in known_keys:
+            known_keys.add(key)
+            with_media = rng.random() < 0.1
+            index.insert([(b"" if with_media else content, page, key, parent)])
+            entries[page] = (b"" if with_media else content, parent)
+        if entries and rng.random() < 0.4:
+            gone = rng.choice(list(entries))
+            index.remove_page(gone)
+            content, parent = entries.pop(gone)
+            known_keys.discard(parent + content)
+        wanted, parent = some_tokens(rng.randint(0, 8)), rng.choice([*parents, b"r"])
+        found, agree = index.closest(parent, wanted)
+        assert agree == brute_force_closest(entries, parent, wanted)
+        if agree:
+            content, above = entries[found]
+            assert above == parent
+            assert content[: 4 * agree] == wanted[: 4 * agree]
+    assert len(index) == len(entries)
+
+
+def test_a_removed_page_is_found_no_more() -> None:
+    index = GroupIndex()
+    contents = [array("I", [1, 2, last]).tobytes() for last in range(4)]
+    for page, content in enumerate(contents, start=1):
+        index.insert([(content, page, b"key" + content, b"p")])
+    for page, content in enumerate(contents, start=1):
+        assert index.closest(b"p", content) == (page, 3)
+        index.remove_page(page)
+        assert b"key" + content not in index.pages
+        found, agree = index.closest(b"p", content)
+        assert found != page
+        assert agree == (2 if page < 4 else 0)
+    assert len(index) == 0
+
+
+def test_a_cleared_index_finds_nothing() -> None:
+    index = GroupIndex()
+    content = array("I", [1, 2]).tobytes()
+    index.insert([(content, 1, b"a", b"p"), (content + content, 2, b"b", b"a")])
+    index.clear()
+    assert len(index) == 0
+    assert index.closest(b"p", content) == (0, 0)
+    index.insert([(content, 5, b"a", b"p")])
+    assert index.closest(b"p", content) == (5, 2)
