@@ -219,7 +219,7 @@ class Engine:
     """Runs plans of the real scheduler with the fake target, and checks where every row writes.
 
     `accepts(rng, drafts)` says how many drafts the target agrees with; `proposes(rng, planned)` how many the
-    drafter really came up with.
+    drafter really came up with; `inspect(plan)` sees each plan while its reservations stand.
     """
 
     def __init__(
@@ -229,6 +229,7 @@ class Engine:
         seed: int = 0,
         accepts: Callable[[Random, int], int] = lambda rng, drafts: rng.randint(0, drafts),
         proposes: Callable[[Random, int], int] = lambda rng, planned: planned,
+        inspect: Callable[[StepPlan], None] = lambda plan: None,
         scheduler: type[Scheduler] = Scheduler,
         **config: Any,
     ) -> None:
@@ -240,6 +241,7 @@ class Engine:
         self.plans: list[StepPlan] = []
         self._accepts = accepts
         self._proposes = proposes
+        self._inspect = inspect
         self._tables = PageTables(len(kv.layout.groups))
         self._planned: StepPlan | None = None
 
@@ -284,6 +286,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> Verdict:
         self.plans.append(plan)
+        self._inspect(plan)
         self._tables.apply(plan.kv)
         tokens, proposed, forks = [], [], {}
         for row in plan.rows:

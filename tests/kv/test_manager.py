@@ -11,6 +11,7 @@ from outrider.errors import AdmissionError, OutOfPages
 from outrider.kv import KVManager
 from outrider.kv.intervals import page_count
 from outrider.kv.ledger import SequenceKV
+from outrider.kv.pages import SINK
 from outrider.kv.plan import PageCopy
 from tests.kv.fakes import (
     METHODS_WITH_KV,
@@ -259,6 +260,23 @@ def test_a_fork_below_a_gap_publishes_no_page_that_the_gap_reaches_into(length: 
     assert child.groups[1].low == 20
     assert 2 not in watch.numbers(child, 1)
     assert 3 in watch.numbers(child, 1)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("length", [15, 16, 17, 23, 24, 25])
+def test_tap_rows_of_a_fork_find_the_window_that_they_read(window: int, length: int) -> None:
+    hand = Hand(make_manager(sliding(window, page=8), footprint=drafter("eagle")))
+    kv = hand.kv
+    parent = hand.admit(ids(length))
+    parent.tokens.append(1)
+    kv.reserve(parent, length, length)
+    hand.settle()
+    kv.commit(parent, length, keep_window=True)
+    child = fork_at(hand, parent, length, OTHER)
+    hand.plan()
+    assert child.draft_end == length - 1
+    first = max(0, length - 1 - window + 1)
+    assert SINK not in hand.tables.table(child.id, 0)[first // 8 : page_count(length, 8)]
 
 
 def test_a_fork_without_room_for_its_draft_pages_goes_on_without_a_drafter() -> None:

@@ -575,6 +575,8 @@ class KVManager:
             if self._observer:
                 self._observer.published(sequence, g, number, page, key)
         self.pool.publish(g, entries)
+        if self._observer:
+            self._observer.offered(sequence, g, first, stop)
 
     def _fed_above_gap(self, sequence: SequenceKV, g: int) -> bool:
         """A drafter that reads its own KV while feeding wrote something else than its key would say."""

@@ -53,6 +53,9 @@ class KVObserver:
         self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes
     ) -> None: ...
 
+    def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
+        """Full pages [first_page, stop_page) were offered to the index; those worth keeping are in it now."""
+
     def imported(self, sequence: SequenceKV, group: int, interval: Interval) -> None:
         """The manager was told that these slots have arrived."""
 

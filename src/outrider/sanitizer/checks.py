@@ -534,7 +534,14 @@ class Sanitizer(KVObserver):
                         page=page,
                         writer=shadow.writers[offset],
                     )
-            self._check_retained(sequence, group, max(start, sequence.hit), end)
+            if self.config.prefix_caching and state.published < end // size:
+                self._fail(
+                    "I9",
+                    "a full page was never offered to the index",
+                    request=sequence.id,
+                    group=group,
+                    position=state.published * size,
+                )
             verified[group] = end
 
     def _check_draft_end(self, sequence: SequenceKV, group: int, end: int, low: int) -> None:
@@ -553,20 +560,15 @@ class Sanitizer(KVObserver):
                 "I8", "a draft group lost its beginning", request=sequence.id, group=group, position=state.low
             )
 
-    def _check_retained(self, sequence: SequenceKV, group: int, start: int, end: int) -> None:
-        """I9: a full durable page that a hit may need is in the index, under this page or an equal one."""
-        if not self.config.prefix_caching:
-            return
-        size = self.layout.groups[group].page_tokens
-        state = sequence.groups[group]
-        hashes, reach = self._hashes(sequence), self.layout.reach[group]
-        if group >= self.layout.num_target and not self._expected.publishes_above_gap(state.low):
-            return
-        for number in range(-(-start // size) if start % size else start // size, end // size):
-            if number * size < state.low or not self._expected.retains(group, number):
+    def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
+        """I9: a full durable page that a hit may need is in the index, as this page or as an equal one."""
+        size, reach = self.layout.groups[group].page_tokens, self.layout.reach[group]
+        state, hashes = sequence.groups[group], self._hashes(sequence)
+        for number in range(first_page, stop_page):
+            place = (number + 1) * size + reach
+            if not self._expected.retains(group, number) or place >= len(hashes):
                 continue
-            identity = hashes[(number + 1) * size + reach]
-            if identity not in self._available[group]:
+            if hashes[place] not in self._available[group]:
                 self._fail(
                     "I9",
                     "a full page that a hit needs was not kept",

@@ -88,10 +88,6 @@ class ExpectedHits:
                 return end
         return 0
 
-    def publishes_above_gap(self, low: int) -> bool:
-        footprint = self._layout.footprint
-        return not footprint.feed_reads_kv or footprint.rebuild or low == 0
-
     def retains(self, group: int, number: int) -> bool:
         """Does any hit at an aligned boundary, or within the margin before one, need a slot of this page?"""
         known = self._retained.get((group, number))

@@ -17,15 +17,12 @@ def drafts_for_share(footprint: KVFootprint, k: int, share_rows: int) -> int:
 
 
 class StepBudget:
-    """Rows left in a step. One row is kept for prompts while any prompt is under way."""
+    """Rows left in a step, and the share of each decoding request."""
 
     __slots__ = ("left", "share_rows")
 
-    def __init__(self, rows: int, *, decoding: int, prefilling: bool) -> None:
+    def __init__(self, rows: int, *, decoding: int, prompt_rows: int) -> None:
+        """prompt_rows: the fewest rows that let a prompt under way, or at the door, make progress."""
         self.left = rows
-        # A prompt under way or at the door gets an eighth of the step, and one row at the least.
-        kept = max(1, rows // 8) if prefilling else 0
+        kept = max(prompt_rows, rows // 8) if prompt_rows else 0
         self.share_rows = max(1, (rows - kept) // decoding) if decoding else rows
-
-    def spend(self, rows: int) -> None:
-        self.left -= rows

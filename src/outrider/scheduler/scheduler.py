@@ -173,7 +173,9 @@ class Scheduler:
         self._short_of_pages = False
         prompts_wait = len(self._prefilling) > 0 or self._waiting.peek() is not None
         budget = StepBudget(
-            self.config.max_num_batched_tokens, decoding=len(self._decoding), prefilling=prompts_wait
+            self.config.max_num_batched_tokens,
+            decoding=len(self._decoding),
+            prompt_rows=1 + self._footprint.token_reach if prompts_wait else 0,
         )
         self._serve_stalled()
         self._plan_decodes(budget)
@@ -256,10 +258,8 @@ class Scheduler:
             return
         start = kv.committed + sum(row.num_rows for row in request.flight)
         left = len(request.tokens) - start
-        rows = min(budget.left, self.config.max_chunk_tokens)
-        if request.fresh:
-            rows -= self._tap_rows(request)
-        count = min(left, rows)
+        rows = budget.left - (self._tap_rows(request) if request.fresh else 0)
+        count = min(left, rows, self.config.max_chunk_tokens)
         if count <= 0:
             return
         if count < left:
@@ -507,6 +507,11 @@ class Scheduler:
         else:
             self._start(request)
 
+    def take_updates(self) -> list[Update]:
+        """Requests that ended outside a step, such as those whose load failed."""
+        updates, self._updates = self._updates, []
+        return updates
+
     def _fail(self, request: Request) -> None:
         self._updates.append(Update(request.id, (), "failed"))
         request.state = State.HELD
@@ -547,7 +552,7 @@ class Scheduler:
         settling, self._settling = self._settling, []
         for request in settling:
             self._maybe_start_loaded(request)
-        updates, self._updates = self._updates, []
+        updates = self.take_updates()
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
             request = self.requests.get(row.request)
             if request is None or not request.flight or request.flight[0] is not row:

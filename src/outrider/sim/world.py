@@ -248,6 +248,9 @@ class World:
     def _submit(self, ticket: Ticket) -> None:
         """Send a request to where its life begins."""
         worker = self.workers.get("prefill", self.workers["decode"])
+        if ticket.offer is not None:
+            self._end_lease(ticket.offer)
+            ticket.offer = None
         self._add(worker, ticket, tuple(ticket.draw.prompt), prefilled=0)
 
     def _add(self, worker: Worker, ticket: Ticket, tokens: tuple[int, ...], *, prefilled: int) -> None:
@@ -375,8 +378,12 @@ class World:
         self.at(LEASE_TICKS, lambda: self._expire_leases(worker))
         self.at(
             1 + int(4 * chance(self.scenario.seed, "hand-off", ticket.draw.id)),
-            lambda: self._add(self.workers["decode"], ticket, offer.tokens, prefilled=1),
+            lambda: self._take_over(ticket, offer),
         )
+
+    def _take_over(self, ticket: Ticket, offer: Offer) -> None:
+        if ticket.offer is offer:
+            self._add(self.workers["decode"], ticket, offer.tokens, prefilled=1)
 
     def _expire_leases(self, worker: Worker) -> None:
         for request in worker.leases.expire(self.now) if worker.alive else ():
@@ -492,6 +499,7 @@ class World:
         ticket = self.tickets[pull.request]
         if ticket.offer is not None and (request is None or request.state is not State.LOADING):
             self._end_lease(ticket.offer)
+        self._deliver(worker, worker.scheduler.take_updates())
         self._wake(worker)
 
     def _deadline(self, worker: Worker, pull: Pull, epoch: int) -> None:
@@ -557,10 +565,10 @@ class World:
             ticket = self.tickets.get(request_name)
             if ticket is None or ticket.done:
                 continue
-            # The router starts it over; what was sent before must come out the same.
-            ticket.output.clear()
             if "#" in request_name:
-                ticket.done = True
+                del self.tickets[request_name]  # its parent forks again, if it has to start over
             else:
+                # The router starts it over; what was sent before must come out the same.
+                ticket.output.clear()
                 self.at(1, lambda ticket=ticket: self._submit(ticket))  # type: ignore[misc]
         assert new.alive

@@ -1,0 +1,293 @@
+"""The reports that this project answers, with their own numbers, through the real scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.kv import Interval, KVManager
+from outrider.kv.intervals import SlotRun, page_count, pair
+from outrider.kv.ledger import Load
+from outrider.scheduler import Role, StepPlan
+from tests.kv.fakes import (
+    METHODS_WITH_KV,
+    Engine,
+    Hand,
+    drafter,
+    full,
+    held_pages,
+    ids,
+    make_manager,
+    reference_text,
+)
+
+AHEAD = {"ngram": 0, "draft_model": 3, "eagle": 3, "mtp": 3, "dflash": 4}
+"""Slots ahead with k = 3."""
+
+
+def make_engine(method: str, *, page: int = 16, max_len: int | None = None, pages: int = 400, **config) -> Engine:
+    kv = make_manager(
+        full(page=page), footprint=drafter(method, page=page, max_len=max_len), pages=pages, max_model_len=4096
+    )
+    return Engine(kv, **config)
+
+
+def draft_slots(engine: Engine, id: str) -> int:
+    """Slots that the request holds in its draft group."""
+    kv = engine.kv
+    groups = kv.layout.draft_groups
+    if not groups:
+        return 0
+    return len(engine.scheduler.requests[id].kv.groups[groups[0]].pages) * kv.layout.groups[groups[0]].page_tokens
+
+
+# ---- L1: slots ahead -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", AHEAD)
+@pytest.mark.parametrize("prompt", [1, 5, 16, 17])
+def test_l1_slots_ahead_are_reserved_at_the_first_prefill_too(method: str, prompt: int) -> None:
+    """Pages of one slot, so that pages count slots."""
+    engine = make_engine(method, page=1)
+    engine.add("a", ids(prompt), max_tokens=40, k=3)
+    plan = engine.scheduler.schedule()
+    (row,) = plan.rows
+    assert (row.start, row.num_rows, row.propose) == (0, prompt, 3)
+    assert draft_slots(engine, "a") == (prompt + AHEAD[method] if method != "ngram" else 0)
+    assert len(engine.scheduler.requests["a"].kv.groups[0].pages) == prompt
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+def test_l1_slots_ahead_are_reserved_at_every_later_step(method: str) -> None:
+    proposed = []
+
+    def inspect(plan: StepPlan) -> None:
+        (row,) = plan.rows
+        proposed.append(row.propose)
+        ahead = engine.kv.layout.footprint.scratch_ahead(row.propose)
+        assert draft_slots(engine, "a") >= row.start + row.num_rows + ahead
+
+    engine = make_engine(method, page=1, inspect=inspect)
+    engine.add("a", ids(5), max_tokens=60, k=3)
+    engine.run()
+    assert proposed.count(3) > 10
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+def test_l1_a_chunk_that_does_not_propose_reserves_nothing_ahead(method: str) -> None:
+    engine = make_engine(method, page=1, max_num_batched_tokens=16, max_num_seqs=2)
+    engine.add("a", ids(30), max_tokens=8, k=3)
+    (row,) = engine.scheduler.schedule().rows
+    assert (row.num_rows, row.propose) == (16, 0)
+    assert draft_slots(engine, "a") == engine.kv.layout.footprint.durable_end(16)
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+def test_l1_nothing_ahead_while_loading_and_again_before_the_first_proposing_step(method: str) -> None:
+    engine = make_engine(method, page=1, role=Role.DECODE)
+    scheduler = engine.scheduler
+    offer = {0: Interval(0, 16), 1: Interval(0, 16)}
+    engine.add("a", ids(17), max_tokens=40, k=3, remote=offer, prefilled_tokens=1)
+    for _ in range(3):
+        assert engine.step() == []
+        assert engine.plans[-1].rows == ()
+        sequence = scheduler.requests["a"].kv
+        assert [len(state.pages) for state in sequence.groups] == [16, 16]
+    ((id, loads),) = scheduler.take_loads()
+    for load in loads:
+        scheduler.load_arrived(id, load)
+    plan = scheduler.schedule()
+    (row,) = plan.rows
+    assert (row.start, row.num_rows, row.propose) == (16, 1, 3)
+    assert len(sequence.groups[0].pages) == 17
+    assert len(sequence.groups[1].pages) == 17 + AHEAD[method]
+
+
+# ---- L2: the first prefill of a block drafter, and its limit --------------------------------------------
+
+
+def test_l2_the_draft_group_holds_two_pages_after_the_first_schedule() -> None:
+    engine = make_engine("dflash")
+    engine.add("a", ids(16), max_tokens=40, k=3)
+    plan = engine.scheduler.schedule()
+    sequence = engine.scheduler.requests["a"].kv
+    held = held_pages(engine.kv, sequence, 1)
+    assert sorted(held) == [0, 1]
+    assert {position // 16 for position in range(16, 20)} <= held.keys()
+    assert sorted(held_pages(engine.kv, sequence, 0)) == [0]
+    (assigned,) = (change for change in plan.kv.assignments if change.group == 1)
+    assert assigned.pages == tuple(held.values())
+
+
+def test_l2_the_drafters_context_does_not_depend_on_who_prefills_first() -> None:
+    """A request that hits the whole prompt writes its block past it, in pages of its own."""
+    engine = make_engine("dflash")
+    engine.add("first", ids(33), max_tokens=1)
+    engine.run()
+    engine.add("a", ids(32), max_tokens=40, k=3)
+    (row,) = engine.scheduler.schedule().rows
+    assert (row.start, row.num_rows, row.propose) == (31, 1, 3)
+    sequence = engine.scheduler.requests["a"].kv
+    arena = engine.kv.pool.arena(1)
+    written = [sequence.groups[1].pages[position // 16] for position in range(31, 36)]
+    assert all(arena.refs[page] == 1 and not arena.published[page] for page in written)
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("step_in_flight", [False, True])
+def test_l2_no_row_ever_writes_to_a_published_page(method: str, step_in_flight: bool) -> None:
+    """Many requests that share a prefix, under page pressure; the engine checks each written slot."""
+    kv = make_manager(
+        full(page=16),
+        footprint=drafter(method, page=16),
+        pages=60,
+        max_model_len=4096,
+        steps_ahead=2 if step_in_flight else 1,
+    )
+    engine = Engine(kv, seed=4, step_in_flight=step_in_flight, max_num_seqs=16, max_num_batched_tokens=96)
+    for number in range(40):
+        shared = (32, 33, 40, 47, 48)[number % 5]
+        engine.add(f"r{number}", ids(shared) + ids(number % 7, seed=number), max_tokens=12, k=3)
+    engine.run()
+    assert kv.hit_tokens > 1000
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("method", "proposed"),
+    [("dflash", [3, 2, 1, 0]), ("eagle", [3, 3, 2, 1]), ("draft_model", [3, 3, 2, 1]), ("ngram", [3, 3, 3, 3])],
+)
+def test_l2_near_its_limit_a_drafter_proposes_what_fits(method: str, proposed: list[int]) -> None:
+    for length, expected in zip((96, 97, 98, 99), proposed, strict=True):
+        engine = make_engine(method, max_len=100 if method != "ngram" else None)
+        engine.add("a", ids(length), max_tokens=40, k=3)
+        (row,) = engine.scheduler.schedule().rows
+        assert row.propose == expected, length
+        if method == "dflash":
+            assert draft_slots(engine, "a") >= min(100, length + expected + 1)
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+def test_l2_one_long_request_does_not_change_what_the_others_propose(method: str) -> None:
+    lengths = {"long": 99, "short": 20, "mid": 90, "past": 150}
+    engine = make_engine(method, max_len=100)
+    for id, length in lengths.items():
+        engine.add(id, ids(length, seed=length), max_tokens=40, k=3)
+    engine.step()
+    proposed = {row.request: row.propose for row in engine.plans[0].rows}
+    assert proposed == {"long": 0 if method == "dflash" else 1, "short": 3, "mid": 3, "past": 0}
+    engine.run()
+    for id, length in lengths.items():
+        assert engine.text[id] == reference_text(ids(length, seed=length), 40)
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+def test_l2_no_slot_is_held_at_or_past_the_drafters_limit(method: str) -> None:
+    engine = make_engine(method, page=1, max_len=100)
+    engine.add("a", ids(90), max_tokens=40, k=3)
+    while engine.scheduler.requests:
+        engine.step()
+        if engine.scheduler.requests:
+            assert draft_slots(engine, "a") <= 100
+
+
+# ---- L4: transfers ---------------------------------------------------------------------------------------
+
+
+def transfer(source: KVManager, source_id: str, destination: KVManager, id: str, load: Load) -> Sequence[SlotRun]:
+    """The copies that one load stands for."""
+    sender, receiver = source.sequences[source_id], destination.sequences[id]
+    return list(
+        pair(
+            load.interval,
+            source=source.export_intervals(sender)[load.group],
+            source_pages=sender.groups[load.group].pages,
+            source_page_tokens=source.layout.groups[load.group].page_tokens,
+            destination_pages=receiver.groups[load.group].pages,
+            destination_page_tokens=destination.layout.groups[load.group].page_tokens,
+        )
+    )
+
+
+def test_l4_the_prompts_page_goes_into_the_prompts_page() -> None:
+    """P has looked ahead and holds [b0, b1]; D holds [a0]; exactly b0 goes into a0."""
+    prefill = make_engine("eagle")
+    prefill.add("p", ids(16), max_tokens=8, k=1)
+    prefill.step()
+    sender = prefill.scheduler.requests["p"].kv
+    b0, *rest = held_pages(prefill.kv, sender, 1).values()
+    assert len(rest) == 1
+    decode = make_engine("eagle", role=Role.DECODE)
+    decode.add(
+        "d",
+        [*ids(16), *prefill.text["p"]],
+        max_tokens=8,
+        k=1,
+        remote=prefill.kv.export_intervals(sender),
+        prefilled_tokens=1,
+    )
+    decode.step()
+    ((_id, loads),) = decode.scheduler.take_loads()
+    receiver = decode.scheduler.requests["d"].kv
+    (a0,) = held_pages(decode.kv, receiver, 1).values()
+    runs = {load.group: transfer(prefill.kv, "p", decode.kv, "d", load) for load in loads}
+    assert runs[1] == [SlotRun(b0, 0, a0, 0, 16, 0)]
+    assert runs[0] == [SlotRun(sender.groups[0].pages[0], 0, receiver.groups[0].pages[0], 0, 16, 0)]
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize(("source_page", "destination_page"), [(16, 16), (16, 8), (8, 16), (12, 8)])
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33])
+def test_l4_every_combination_gives_the_decode_side_exactly_what_it_lacks(
+    method: str, source_page: int, destination_page: int, length: int
+) -> None:
+    """P's lookahead (k), D's lookahead, D's own prefix (a surplus at the front), and both page sizes."""
+    for source_k in (0, 1, 4):
+        for local in (0, 7, 16):
+            prefill = make_engine(method, page=source_page)
+            prefill.add("p", ids(length), max_tokens=8, k=source_k)
+            prefill.step()
+            sender = prefill.scheduler.requests["p"].kv
+            kv = make_manager(full(page=destination_page), footprint=drafter(method, page=destination_page))
+            hand = Hand(kv)
+            if local:
+                hand.serve(ids(local) + ids(40, seed=2))
+            tokens = array("I", [*ids(length), *prefill.text["p"]])
+            receiver = hand.open(tokens, total=length + 20, k=3)
+            admission = kv.admit(receiver, remote=prefill.kv.export_intervals(sender))
+            held = [Interval(receiver.groups[g].low, receiver.hit if g == 0 else receiver.draft_end) for g in (0, 1)]
+            got: list[dict[int, tuple[int, int]]] = [{}, {}]
+            for load in admission.loads:
+                for run in transfer(prefill.kv, "p", kv, receiver.id, load):
+                    for i in range(run.slots):
+                        position = run.start + i
+                        assert (run.source_page, run.source_offset + i) == slot(sender, load.group, source_page, position)
+                        destination = (run.destination_page, run.destination_offset + i)
+                        assert destination == slot(receiver, load.group, destination_page, position)
+                        assert position not in got[load.group]
+                        got[load.group][position] = destination
+            for g in (0, 1):
+                assert sorted(got[g]) == [p for p in range(length) if p not in range(*held[g])]
+                assert len(receiver.groups[g].pages) == page_count(length, destination_page)
+                written = [page for page, _offset in got[g].values()]
+                arena = kv.pool.arena(g)
+                assert all(arena.refs[page] == 1 and not arena.published[page] for page in written)
+
+
+def slot(sequence, group: int, page_tokens: int, position: int) -> tuple[int, int]:
+    number, offset = divmod(position, page_tokens)
+    return sequence.groups[group].pages[number], offset
+
+
+def test_l4_a_prefill_worker_feeds_but_does_not_propose() -> None:
+    """So that the decode side's drafter has its context."""
+    for method in METHODS_WITH_KV:
+        engine = make_engine(method, role=Role.PREFILL)
+        engine.add("p", ids(40), max_tokens=8, k=3)
+        engine.step()
+        (row,) = engine.plans[-1].rows
+        assert (row.num_rows, row.propose) == (40, 0)
+        sequence = engine.scheduler.requests["p"].kv
+        assert engine.kv.export_intervals(sequence) == {0: Interval(0, 40), 1: Interval(0, 40)}
