@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any
@@ -289,6 +290,12 @@ class Engine:
         self._inspect(plan)
         self._tables.apply(plan.kv)
         tokens, proposed, forks = [], [], {}
+        holders = Counter(
+            (self.kv.layout.arena_of[g], page)
+            for sequence in self.kv.sequences.values()
+            for g, state in enumerate(sequence.groups)
+            for page in state.held()
+        )
         for row in plan.rows:
             request = self.scheduler.requests.get(row.request)
             sampled: list[int] = []
@@ -303,35 +310,29 @@ class Engine:
             tokens.append(tuple(sampled))
             proposed.append(self._proposes(self.rng, row.propose) if row.propose else 0)
             if request is not None:
-                self._check_writes(row, len(sampled))
+                self._check_writes(row, len(sampled), holders)
         return Verdict(
             step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks
         )
 
-    def _check_writes(self, row: StepRow, num_sampled: int) -> None:
-        """Every slot that a row writes lies in a page that is held, unshared and not in the index."""
+    def _check_writes(self, row: StepRow, num_sampled: int, holders: Counter[tuple[int, int]]) -> None:
+        """Every slot that a row writes lies in a page that one sequence holds and that is not in the index."""
         layout, footprint = self.kv.layout, self.kv.layout.footprint
-        rows = Interval(row.start, row.start + row.num_rows)
-        for g in layout.target_groups:
-            self._check_written(row, g, rows)
-        if row.draft_end < 0:
-            return
-        accepted = max(0, num_sampled - 1)
-        v = row.start + row.num_rows - row.drafts + accepted
-        feed = footprint.feed(durable_end=row.draft_end, v=v, accepted=accepted, proposed=row.proposed)
-        if row.feed_to is not None:
-            feed = Interval(feed.start, row.feed_to)
-        for g in layout.draft_groups:
-            self._check_written(row, g, feed)
-            self._check_written(row, g, footprint.scratch(v, row.propose))
-
-    def _check_written(self, row: StepRow, g: int, positions: Interval) -> None:
-        arena, size = self.kv.pool.arena(g), self.kv.layout.groups[g].page_tokens
-        for number in pages_under(positions, size):
+        writes = [(g, Interval(row.start, row.start + row.num_rows)) for g in layout.target_groups]
+        if row.draft_end >= 0:
+            accepted = max(0, num_sampled - 1)
+            v = row.start + row.num_rows - row.drafts + accepted
+            feed = footprint.feed(durable_end=row.draft_end, v=v, accepted=accepted, proposed=row.proposed)
+            if row.feed_to is not None:
+                feed = Interval(feed.start, row.feed_to)
+            writes += [(g, feed) for g in layout.draft_groups]
+            writes += [(g, footprint.scratch(v, row.propose)) for g in layout.draft_groups]
+        for g, positions in writes:
             table = self._tables.table(row.request, g)
-            where = f"{row.request} writes {positions} of group {g}: page number {number}"
-            assert number < len(table), f"{where} is not reserved ({len(table)} pages)"
-            page = table[number]
-            assert page != SINK, f"{where} is the sink"
-            assert not arena.published[page], f"{where} is in the prefix index"
-            assert arena.refs[page] == 1, f"{where} has {arena.refs[page]} holders"
+            for number in pages_under(positions, layout.groups[g].page_tokens):
+                where = f"{row.request} writes {positions} of group {g}: page number {number}"
+                assert number < len(table), f"{where} is not reserved ({len(table)} pages)"
+                page = table[number]
+                assert page != SINK, f"{where} is the sink"
+                assert not self.kv.pool.arena(g).published[page], f"{where} is in the prefix index"
+                assert holders[layout.arena_of[g], page] == 1, f"{where} is shared"

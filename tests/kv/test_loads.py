@@ -44,6 +44,7 @@ def loading(
     """A request whose first `length` positions a peer holds, and which has one sampled token."""
     sequence = hand.open(ids(length + 1), total=length + 20)
     admission = hand.kv.admit(sequence, remote={g: Interval(0, length) for g in groups})
+    hand.settle()
     return sequence, admission.loads
 
 

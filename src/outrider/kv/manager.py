@@ -239,6 +239,8 @@ class KVManager:
         if draft:
             self._admit_draft(sequence, hit, drafts)
         sequence.admitted = True
+        if self._observer:
+            self._observer.admitted(sequence)
         self.queried_tokens += limit
         self.hit_tokens += hit.end
         if not sequence.loads:
@@ -276,9 +278,12 @@ class KVManager:
                 if found is None:
                     return None
                 want = found
-            left_behind = not want.empty and (hold.empty or want.start > hold.end)
-            # A need that has left behind what is held is pulled alone; on failure the index still has the rest.
-            placement = place(view, Interval(want.start, want.start) if left_behind else hold)
+                # Of what is cached hold only what the start at `end` needs; on failure the index has the rest.
+                needed = view.spec.kind.needed(end, self.layout.margin)
+                hold = Interval(max(hold.start, needed.start), hold.end)
+                if not want.empty and (hold.empty or want.start > hold.end):
+                    hold = Interval(want.start, want.start)
+            placement = place(view, hold)
             seats.append(Seating(view, placement, want))
         return seats
 
@@ -371,46 +376,50 @@ class KVManager:
         """
         assert not sequence.loading and not self.copies_outstanding(sequence)
         layout, loads = self.layout, sequence.loads
-        held = [self._loaded_parts(sequence, g) for g in layout.target_groups]
+        held = [self._loaded_parts(sequence, g, sequence.hit) for g in layout.target_groups]
         limit = first_failure(loads, layout.target_groups, sequence.load_end)
         end = longest_held([layout.groups[g].kind for g in layout.target_groups], held, limit)
         if sequence.drafting:
             self._settle_draft(sequence, end)
         for (g, size), parts in zip(self._target, held, strict=True):
-            low = run_start(parts, end)
-            if low < end:
-                self._cut(sequence, g, end)
-                sequence.groups[g].low = low
-            else:
-                self._start_empty(sequence, g, size, end)
+            self._keep_run(sequence, g, size, parts, end)
         loads.clear()
         self._start_at(sequence, end)
         self._assign_all(sequence)
         return end
 
-    def _loaded_parts(self, sequence: SequenceKV, g: int) -> list[Interval]:
+    def _loaded_parts(self, sequence: SequenceKV, g: int, local_end: int) -> list[Interval]:
         """What is held of a group once its loads have ended: the hit without failed pages, and what a peer sent."""
         loads = sequence.loads
         failed = [load.interval for load, s in loads.items() if load.group == g and s is LoadState.FAILED]
-        local = Interval(sequence.groups[g].low, sequence.hit)
+        local = Interval(sequence.groups[g].low, local_end)
         return [*subtract(local, failed), *arrived_parts(loads, g)]
 
     def _settle_draft(self, sequence: SequenceKV, end: int) -> None:
         """Decide what the draft groups hold at the start `end`."""
-        groups, footprint = self.layout.draft_groups, self._footprint
-        failed = first_failure(sequence.loads, groups, NEVER) < NEVER
-        pulled = [load.interval.end for load in sequence.loads if load.group in groups and load.key is None]
-        sequence.draft_end = max([sequence.draft_end, *pulled])
-        draft_end = 0 if failed else min(sequence.draft_end, end)
-        tap_rows = footprint.token_reach if end == sequence.hit else 0
-        if not footprint.rebuild and draft_end < end - tap_rows:
-            draft_end, failed = end, True
+        footprint, local_end = self._footprint, sequence.draft_end
+        groups = self.layout.draft_groups
+        pulled = any(load.group in groups and load.key is None for load in sequence.loads)
+        parts = [self._loaded_parts(sequence, g, local_end) for g in groups]
+        reachable = min(end, footprint.durable_end(end))
+        if footprint.rebuild:
+            draft_end = longest_held([self.layout.groups[g].kind for g in groups], parts, reachable)
+        elif end == sequence.hit and not pulled:
+            draft_end = local_end  # tap rows feed the rest
+        else:
+            draft_end = reachable
         sequence.draft_end = draft_end
-        for g, size in self._draft:
-            if failed:
-                self._start_empty(sequence, g, size, draft_end)
-            else:
-                self._cut(sequence, g, draft_end)
+        for (g, size), held in zip(self._draft, parts, strict=True):
+            self._keep_run(sequence, g, size, held, draft_end)
+
+    def _keep_run(self, sequence: SequenceKV, g: int, size: int, parts: Sequence[Interval], end: int) -> None:
+        """Of what is held keep the run that stops at `end`, if there is one."""
+        low = run_start(parts, end)
+        if low < end:
+            self._cut(sequence, g, end)
+            sequence.groups[g].low = low
+        else:
+            self._start_empty(sequence, g, size, end)
 
     def _start_empty(self, sequence: SequenceKV, g: int, size: int, low: int) -> None:
         """Hold nothing in this group; what comes next is written from `low` on."""
@@ -521,7 +530,7 @@ class KVManager:
         if sequence.drafting:
             sequence.draft_end = self._footprint.durable_end(v) if fed_to is None else fed_to
         if v >= sequence.next_event:
-            self._advance(sequence, keep_window)
+            self._advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
         v += ahead
         if (
             v + sequence.target_headroom <= sequence.target_last_page_start
@@ -529,11 +538,10 @@ class KVManager:
         ):
             self._trim(sequence, v)
 
-    def _advance(self, sequence: SequenceKV, keep_window: bool = False) -> None:
-        """A page was completed, or left its window."""
+    def _advance(self, sequence: SequenceKV, *, margin: int) -> None:
+        """A page was completed, or left its window. `margin`: positions before the end that tap rows will query."""
         self.publish(sequence)
-        if not keep_window:
-            self._free_behind(sequence)
+        self._free_behind(sequence, max(margin, self.config.keep_margin))
         self._next_event(sequence)
 
     def publish(self, sequence: SequenceKV) -> None:
@@ -568,6 +576,8 @@ class KVManager:
             offset += stride
             page = pages[number]
             if key in known or in_index[page] or (skims and not layout.retains(g, number)):
+                if self._observer and key in known:
+                    self._observer.already_published(sequence, g, number, known[key])
                 continue
             if media and chain.has_media(number * size, (number + 1) * size + reach):
                 content = b""
@@ -583,12 +593,12 @@ class KVManager:
         low = sequence.groups[g].low
         return self._footprint.feed_reads_kv and not self._footprint.rebuild and low > 0
 
-    def _free_behind(self, sequence: SequenceKV) -> None:
-        """Give back pages that no query at or after the committed end reads."""
+    def _free_behind(self, sequence: SequenceKV, margin: int) -> None:
+        """Give back pages that no query at or after the committed end, less the margin, reads."""
         for g, size in self._held_groups(sequence):
             state = sequence.groups[g]
             end = min(sequence.committed, self._durable_end(sequence, g))
-            needed = self.layout.groups[g].kind.needed(end, self.config.keep_margin)
+            needed = self.layout.groups[g].kind.needed(end, margin)
             stop = min(needed.start // size, len(state.pages))
             if stop > state.first_page:
                 freed = state.pages[state.first_page : stop]
@@ -771,7 +781,7 @@ class KVManager:
 
     def _start_at(self, sequence: SequenceKV, end: int) -> None:
         sequence.committed = end
-        self._advance(sequence, keep_window=True)  # tap rows read a little further back
+        self._advance(sequence, margin=self._footprint.token_reach)
         self._measure_room(sequence)
 
     def _measure_room(self, sequence: SequenceKV) -> None:

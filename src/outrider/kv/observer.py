@@ -53,6 +53,12 @@ class KVObserver:
         self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes
     ) -> None: ...
 
+    def already_published(self, sequence: SequenceKV, group: int, page_number: int, page: int) -> None:
+        """The index holds an equal page under the key, so that this sequence's own stays private."""
+
+    def admitted(self, sequence: SequenceKV) -> None:
+        """Everything the search promised is held now."""
+
     def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
         """Full pages [first_page, stop_page) were offered to the index; those worth keeping are in it now."""
 

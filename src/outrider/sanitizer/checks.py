@@ -68,6 +68,11 @@ class Sanitizer(KVObserver):
         self._verified: dict[str, list[int]] = {}
         """Per sequence and group: the ledger's durable end that was last compared with the shadow."""
         self._lows: dict[str, list[int]] = {}
+        self._hits: dict[str, tuple[Hit, Hit]] = {}
+        """Between search and admission: what was found, and what should have been."""
+        # Not the layout's own list of reaches: the keys that are checked here are made from that one.
+        drafts = len(layout.groups) - layout.num_target
+        self._reach = [0] * layout.num_target + [layout.footprint.token_reach] * drafts
 
     def bind(self, manager: KVManager) -> None:
         """The manager whose ledger is compared with the shadow."""
@@ -205,6 +210,11 @@ class Sanitizer(KVObserver):
         """I9: the hit equals a slot-by-slot search over what is published."""
         limit = len(sequence.tokens) - 1 if use_cache else 0
         expected = self._expected.search(self._hashes(sequence), limit, draft=may_draft)
+        self._hits[sequence.id] = (hit, expected)
+
+    def admitted(self, sequence: SequenceKV) -> None:
+        """Compared last, so that a page with wrong content is reported as such and not as a wrong length."""
+        hit, expected = self._hits.pop(sequence.id)
         if hit != expected:
             self._fail(
                 "I9",
@@ -215,11 +225,15 @@ class Sanitizer(KVObserver):
                 position=min(hit.end, expected.end),
             )
 
+    def already_published(self, sequence: SequenceKV, group: int, page_number: int, page: int) -> None:
+        """I2: the page that the index holds under this sequence's key is the same page."""
+        self.shared(sequence, group, page_number, page, self.layout.groups[group].page_tokens)
+
     def shared(self, sequence: SequenceKV, group: int, page_number: int, page: int, slots: int) -> None:
         """I2: a page that is hit holds what its key says."""
         shadow, size = self._page(group, page), self.layout.groups[group].page_tokens
         start = page_number * size
-        first = start + 1 + self.layout.reach[group]
+        first = start + 1 + self._reach[group]
         if shadow.ids[:slots] == self._hashes(sequence)[first : first + slots] and shadow.published:
             return
         wrong = self._first_difference(shadow.ids[:slots], self._hashes(sequence)[first : first + slots])
@@ -246,7 +260,7 @@ class Sanitizer(KVObserver):
         hashes = self._hashes(sequence)
         for offset in range(size):
             position = page_number * size + offset
-            place = position + 1 + self.layout.reach[group]
+            place = position + 1 + self._reach[group]
             wanted = hashes[place] if place < len(hashes) else None
             if page == SINK or shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
                 self._fail(
@@ -258,6 +272,18 @@ class Sanitizer(KVObserver):
                     page=page,
                     writer=shadow.writers[offset],
                 )
+        reach = self._reach[group]
+        end = (page_number + 1) * size
+        if reach and not key.endswith(sequence.tokens[end : end + reach].tobytes()):
+            self._fail(
+                "I2",
+                "the key does not name the later tokens that the page depends on",
+                request=sequence.id,
+                group=group,
+                position=end - 1,
+                page=page,
+                writer=shadow.writers[size - 1],
+            )
         shadow.published = True
         shadow.group = group
         available = self._available[group]
@@ -266,7 +292,7 @@ class Sanitizer(KVObserver):
 
     def imported(self, sequence: SequenceKV, group: int, interval: Interval) -> None:
         """I6: what arrived carries the identity that the sender had for it."""
-        size, reach = self.layout.groups[group].page_tokens, self.layout.reach[group]
+        size, reach = self.layout.groups[group].page_tokens, self._reach[group]
         hashes, pages = self._hashes(sequence), sequence.groups[group].pages
         for position in range(interval.start, interval.end):
             page = pages[position // size]
@@ -317,7 +343,7 @@ class Sanitizer(KVObserver):
         self, request: str, group: int, interval: Interval, table: Sequence[int], *, scratch_from: int
     ) -> None:
         """I3: durable slots of this identity below scratch_from, own scratch of this step from there on."""
-        size, reach = self.layout.groups[group].page_tokens, self.layout.reach[group]
+        size, reach = self.layout.groups[group].page_tokens, self._reach[group]
         upto = self._run[request].extend()
         position = interval.start
         while position < interval.end:
@@ -349,7 +375,7 @@ class Sanitizer(KVObserver):
     def _bad_read(
         self, request: str, group: int, position: int, page: int, offset: int, durable: int, stop: int
     ) -> None:
-        shadow, reach = self._page(group, page), self.layout.reach[group]
+        shadow, reach = self._page(group, page), self._reach[group]
         upto = self._run[request].extend()
         for place in range(offset, stop):
             at = position + place - offset
@@ -436,15 +462,25 @@ class Sanitizer(KVObserver):
 
     def identities(self, request: str, group: int, interval: Interval) -> list[int]:
         """Identities of positions whose tokens the runner knows; shorter if it does not know them all."""
-        first = interval.start + 1 + self.layout.reach[group]
+        first = interval.start + 1 + self._reach[group]
         return self._run[request].extend()[first : first + interval.size]
 
     def draft_identities(self, request: str, start: int, tokens: Sequence[int]) -> list[int]:
         """Identities of scratch at [start, start + len(tokens)) that consumed these drafts."""
         return self._run[request].beyond(start, tokens)
 
-    def fed(self, request: str, group: int, interval: Interval, table: Sequence[int]) -> None:
-        """Durable slots written from committed tokens."""
+    def fed(
+        self, request: str, group: int, interval: Interval, table: Sequence[int], *, rows: Interval
+    ) -> None:
+        """Durable slots written from committed tokens, and from the taps of the target rows of this step."""
+        if self.layout.footprint.taps and not rows.covers(interval):
+            self._fail(
+                "I8",
+                f"a slot is fed from taps of a row that did not run (rows {rows})",
+                request=request,
+                group=group,
+                position=interval.start,
+            )
         ids = self.identities(request, group, interval)
         if len(ids) < interval.size:
             self._fail(
@@ -510,7 +546,7 @@ class Sanitizer(KVObserver):
         for group in range(len(layout.groups) if sequence.drafting else layout.num_target):
             draft = group >= layout.num_target
             end = sequence.draft_end if draft else sequence.committed
-            state, size, reach = sequence.groups[group], layout.groups[group].page_tokens, layout.reach[group]
+            state, size, reach = sequence.groups[group], layout.groups[group].page_tokens, self._reach[group]
             if draft:
                 self._check_draft_end(sequence, group, end, lows[group])
             start = (
@@ -562,7 +598,7 @@ class Sanitizer(KVObserver):
 
     def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
         """I9: a full durable page that a hit may need is in the index, as this page or as an equal one."""
-        size, reach = self.layout.groups[group].page_tokens, self.layout.reach[group]
+        size, reach = self.layout.groups[group].page_tokens, self._reach[group]
         state, hashes = sequence.groups[group], self._hashes(sequence)
         for number in range(first_page, stop_page):
             place = (number + 1) * size + reach

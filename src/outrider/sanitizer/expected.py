@@ -69,7 +69,8 @@ class ExpectedHits:
     def _runs(self, group: int, hashes: Sequence[int], limit: int) -> list[int]:
         """For every end: where the run of slots that can be had, and that stops there, starts."""
         layout = self._layout
-        size, reach, available = layout.groups[group].page_tokens, layout.reach[group], self._available[group]
+        size, available = layout.groups[group].page_tokens, self._available[group]
+        reach = layout.footprint.token_reach if group >= layout.num_target else 0
         starts = [0]
         for position in range(limit):
             place = position + 1 + reach

@@ -37,6 +37,11 @@ class StepRow(NamedTuple):
     """Feeding stops here while a drafter catches up; None: it keeps up."""
 
     @property
+    def feeds(self) -> bool:
+        """Does the drafter have to be fed? At every step of a request that has draft groups, whatever k is."""
+        return self.draft_end >= 0
+
+    @property
     def kept_from(self) -> int:
         """The first position whose K/V is kept; tap rows come before it and write to the sink."""
         return self.start

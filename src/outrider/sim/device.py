@@ -148,7 +148,7 @@ class FakeDevice:
         self, row: StepRow, request: DeviceRequest, v: int, accepted: int, taps: dict[int, bytes]
     ) -> None:
         """Write the durable slots of the drafter for newly committed tokens."""
-        if row.draft_end < 0:
+        if not row.feeds:
             return
         layout, model, footprint = self.layout, self.model, self.layout.footprint
         interval = footprint.feed(durable_end=row.draft_end, v=v, accepted=accepted, proposed=row.proposed)
@@ -165,14 +165,20 @@ class FakeDevice:
                 self._sanitizer.read(
                     row.request, group, Interval(start, interval.start), table, scratch_from=interval.start
                 )
-            self._sanitizer.fed(row.request, group, interval, table)
+            self._sanitizer.fed(
+                row.request,
+                group,
+                interval,
+                table,
+                rows=Interval(row.start - row.tap_rows, row.start + row.num_rows),
+            )
         for position in range(interval.start, interval.end):
             if footprint.rebuild:
                 own = self._draft_context(row.request, tables, position, position)
                 values = {g: model.token_slot(g, request.tokens[position], own) for g in tables}
             else:
                 later = request.tokens[position + 1 : position + 1 + footprint.token_reach]
-                values = {g: model.tapped_slot(g, taps[position], later) for g in tables}
+                values = {g: model.tapped_slot(g, taps.get(position, EMPTY_SLOT), later) for g in tables}
             for group, value in values.items():
                 self._scatter(group, tables[group], position, value)
 

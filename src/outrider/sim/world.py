@@ -566,9 +566,11 @@ class World:
             if ticket is None or ticket.done:
                 continue
             if "#" in request_name:
-                del self.tickets[request_name]  # its parent forks again, if it has to start over
-            else:
-                # The router starts it over; what was sent before must come out the same.
-                ticket.output.clear()
-                self.at(1, lambda ticket=ticket: self._submit(ticket))  # type: ignore[misc]
+                del self.tickets[request_name]
+                continue
+            # The router starts it over, forks and all; what was sent before must come out the same.
+            for fork in [other for other in self.tickets if other.startswith(f"{request_name}#")]:
+                del self.tickets[fork]
+            ticket.output.clear()
+            self.at(1, lambda ticket=ticket: self._submit(ticket))  # type: ignore[misc]
         assert new.alive
