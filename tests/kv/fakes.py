@@ -298,6 +298,8 @@ class Engine:
         )
         for row in plan.rows:
             request = self.scheduler.requests.get(row.request)
+            if request is not None and row not in request.flight:
+                request = None  # planned for an earlier owner of the id, or before a preemption
             sampled: list[int] = []
             if row.samples:
                 known = list(request.tokens) if request else [1]

@@ -182,7 +182,7 @@ def test_slots_of_a_page_that_were_not_sent_stay_invalid() -> None:
 
 @pytest.mark.parametrize("failed", [0, 1])
 @pytest.mark.parametrize(
-    ("length", "resumed"), [(24, 20), (40, 0)], ids=["window overlaps the hit", "window has left the hit"]
+    ("length", "resumed"), [(21, 20), (40, 0)], ids=["window overlaps the hit", "window has left the hit"]
 )
 def test_a_failed_target_load_resumes_at_the_longest_end_that_is_held(
     failed: int, length: int, resumed: int

@@ -322,16 +322,16 @@ def forked(engine: Engine) -> None:
 
 
 def preempted(engine: Engine) -> None:
-    for number in range(8):
+    engine.add("a", ids(10), max_tokens=90, k=2, priority=5)
+    engine.step()
+    number = 0
+    while not engine.scheduler.requests["a"].preemptions:
         engine.add(f"r{number}", ids(30, seed=number + 1), max_tokens=40, k=2)
-    engine.add("a", ids(30), max_tokens=40, k=2, priority=5)
-    for _ in range(400):
         engine.step()
-        if engine.scheduler.requests["a"].preemptions:
-            break
+        number += 1
     assert engine.scheduler.requests["a"].state is State.WAITING
-    for number in range(8):
-        engine.scheduler.abort(f"r{number}")
+    for other in range(number):
+        engine.scheduler.abort(f"r{other}")
 
 
 def loading(engine: Engine) -> None:
@@ -358,7 +358,12 @@ def partly_loaded(engine: Engine) -> None:
 )
 def test_an_abort_in_any_state_leaves_no_page_behind(method: str, step_in_flight: bool, reach) -> None:
     engine = make_engine(
-        method, step_in_flight=step_in_flight, max_chunk_tokens=16, max_num_seqs=12, max_num_batched_tokens=64
+        method,
+        pages=48,
+        step_in_flight=step_in_flight,
+        max_chunk_tokens=16,
+        max_num_seqs=12,
+        max_num_batched_tokens=64,
     )
     reach(engine)
     aside = engine.scheduler.abort("a")

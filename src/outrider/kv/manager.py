@@ -529,6 +529,8 @@ class KVManager:
         sequence.committed = v
         if sequence.drafting:
             sequence.draft_end = self._footprint.durable_end(v) if fed_to is None else fed_to
+        if self._observer:
+            self._observer.committing(sequence)
         if v >= sequence.next_event:
             self._advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
         v += ahead

@@ -126,10 +126,6 @@ class Worker:
         flight = self.flying.pop(0)
         assert flight.verdict is not None
         updates = self.scheduler.commit(flight.plan, flight.verdict)
-        for row in flight.plan.rows:
-            request = self.scheduler.requests.get(row.request)
-            if request is not None and request.kv.admitted and not request.kv.loads:
-                self.sanitizer.committed(request.kv)
         if any(update.finish for update in updates):
             self.sanitizer.check_conservation()
         return updates

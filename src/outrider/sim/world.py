@@ -14,19 +14,16 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from outrider.errors import InvariantViolation, RequestError
-from outrider.kv.intervals import SlotRun
-from outrider.kv.ledger import Load
 from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
-from outrider.sim.faults import TransferFate, transfer_fate
-from outrider.sim.oracle import FakeModel, Reference, chance
+from outrider.sim.oracle import FakeModel, Reference
 from outrider.sim.scenario import RequestDraw, Scenario
-from outrider.sim.tier import FakeTier, TierPage
-from outrider.sim.worker import LEASE_TICKS, Worker
-from outrider.transfer.connector import Offer, OfferedGroup, offered_intervals, plan_pull, signatures
+from outrider.sim.tier import FakeTier
+from outrider.sim.transfers import DEADLINE_TICKS, Pull, Transfers
+from outrider.sim.worker import Worker
+from outrider.transfer.connector import Offer, offered_intervals
 
 MAX_STEPS = 6_000
-DEADLINE_TICKS = 30
 STOP_TOKENS = frozenset({0})
 
 
@@ -73,16 +70,6 @@ class Ticket:
     offer: Offer | None = None
 
 
-@dataclass
-class Pull:
-    """Transfers of one request into the decode worker."""
-
-    request: str
-    engine: str
-    landing: list[int] = field(default_factory=list)
-    """Ticks at which data may still land."""
-
-
 class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -96,6 +83,7 @@ class World:
         self._references: dict[tuple[str, tuple[int, ...], int], Reference] = {}
         self._ticking: set[str] = set()
         self._drained_steps = 0
+        self._transfers = Transfers(self)
         tier = scenario.tier_share > 0
         self.tier = FakeTier(capacity_pages=24) if tier else None
         self.workers = {"decode": self._make("decode")}
@@ -204,7 +192,7 @@ class World:
 
     # ---- workers -----------------------------------------------------------------------------------
 
-    def _wake(self, worker: Worker) -> None:
+    def wake(self, worker: Worker) -> None:
         """A worker iterates in two halves, plan and advance, with a tick between them."""
         if worker.engine in self._ticking or not worker.alive:
             return
@@ -222,7 +210,7 @@ class World:
             return
         worker.plan()
         for request, loads in worker.scheduler.take_loads():
-            self._start_loads(worker, request, loads)
+            self._transfers.start_loads(worker, request, loads)
         self.at(1, lambda: self._advance(worker))
 
     def _advance(self, worker: Worker) -> None:
@@ -231,13 +219,13 @@ class World:
         updates = worker.advance()
         if not self.scenario.step_in_flight:
             self.at(1, lambda: self._settle(worker))
-        self._deliver(worker, updates)
+        self.deliver(worker, updates)
         if self.scenario.step_in_flight:
             self._next_iteration(worker)
 
     def _settle(self, worker: Worker) -> None:
         if worker.alive:
-            self._deliver(worker, worker.commit())
+            self.deliver(worker, worker.commit())
             self._next_iteration(worker)
 
     def _next_iteration(self, worker: Worker) -> None:
@@ -249,11 +237,11 @@ class World:
         """Send a request to where its life begins."""
         worker = self.workers.get("prefill", self.workers["decode"])
         if ticket.offer is not None:
-            self._end_lease(ticket.offer)
+            self._transfers.end_lease(ticket.offer)
             ticket.offer = None
-        self._add(worker, ticket, tuple(ticket.draw.prompt), prefilled=0)
+        self.add(worker, ticket, tuple(ticket.draw.prompt), prefilled=0)
 
-    def _add(self, worker: Worker, ticket: Ticket, tokens: tuple[int, ...], *, prefilled: int) -> None:
+    def add(self, worker: Worker, ticket: Ticket, tokens: tuple[int, ...], *, prefilled: int) -> None:
         draw = ticket.draw
         if ticket.done or draw.id in worker.scheduler.requests:
             return
@@ -283,7 +271,7 @@ class World:
             self._done(ticket)
             return
         self._enter_device(worker, draw.id, ticket, tokens, ticket.seed)
-        self._wake(worker)
+        self.wake(worker)
 
     def _enter_device(
         self, worker: Worker, name: str, ticket: Ticket, tokens: tuple[int, ...], seed: int
@@ -295,9 +283,9 @@ class World:
         request = DeviceRequest(tokens, seed, self._references[key])
         worker.device.add(name, request, ("", ticket.draw.salt))
 
-    def _deliver(self, worker: Worker, updates: list[Update]) -> None:
+    def deliver(self, worker: Worker, updates: list[Update]) -> None:
         """Check every token against the oracle, and pass finished requests on."""
-        self._offload(worker)
+        self._transfers.offload(worker)
         for update in updates:
             name = update.request
             ticket = self.tickets.get(name) or self._fork_ticket(worker, name)
@@ -306,7 +294,7 @@ class World:
                 continue
             worker.sanitizer.forget(name)
             if update.finish == "prefilled":
-                self._hand_off(worker, ticket)
+                self._transfers.hand_off(worker, ticket)
             else:
                 self._check_finish(worker, ticket, update.finish)
                 worker.device.requests.pop(name, None)
@@ -355,184 +343,6 @@ class World:
             if nxt is not None:
                 self.at(1, lambda: self._submit(nxt))
 
-    # ---- hand-off from prefill to decode -----------------------------------------------------------
-
-    def _hand_off(self, worker: Worker, ticket: Ticket) -> None:
-        request = worker.scheduler.requests[ticket.draw.id]
-        lease = worker.leases.grant(ticket.draw.id, self.now)
-        names = signatures(worker.layout)
-        groups = {
-            names[group]: OfferedGroup(
-                interval, tuple(request.kv.groups[group].pages), worker.layout.groups[group].page_tokens
-            )
-            for group, interval in worker.kv.export_intervals(request.kv).items()
-        }
-        ticket.offer = Offer(
-            engine=worker.engine,
-            request=ticket.draw.id,
-            lease=lease,
-            tokens=tuple(request.tokens),
-            groups=groups,
-        )
-        offer = ticket.offer
-        self.at(LEASE_TICKS, lambda: self._expire_leases(worker))
-        self.at(
-            1 + int(4 * chance(self.scenario.seed, "hand-off", ticket.draw.id)),
-            lambda: self._take_over(ticket, offer),
-        )
-
-    def _take_over(self, ticket: Ticket, offer: Offer) -> None:
-        if ticket.offer is offer:
-            self._add(self.workers["decode"], ticket, offer.tokens, prefilled=1)
-
-    def _expire_leases(self, worker: Worker) -> None:
-        for request in worker.leases.expire(self.now) if worker.alive else ():
-            self.result.faults["lease_expired"] += 1
-            worker.scheduler.release_held(request)
-            worker.device.requests.pop(request, None)
-
-    def _end_lease(self, offer: Offer) -> None:
-        worker = self.workers["prefill"]
-        if worker.engine == offer.engine:
-            request = worker.leases.release(offer.lease)
-            if request is not None:
-                worker.scheduler.release_held(request)
-                worker.device.requests.pop(request, None)
-
-    # ---- loads -------------------------------------------------------------------------------------
-
-    def _start_loads(self, worker: Worker, request: str, loads: tuple[Load, ...]) -> None:
-        ticket, pull = self.tickets[request], Pull(request, worker.engine)
-        epoch = worker.scheduler.requests[request].epoch
-        fates: list[TransferFate] = []
-        for number, load in enumerate(loads):
-            fate = transfer_fate(self.scenario, request, f"{worker.engine}:{epoch}:{number}")
-            fates.append(fate)
-            for kind in fate.kinds:
-                self.result.faults[kind] += 1
-            pull.landing.append(self.now + fate.delay)
-            if load.key is not None:
-                self.at(fate.delay, lambda load=load, fate=fate: self._tier_landed(worker, pull, load, fate))  # type: ignore[misc]
-            else:
-                assert ticket.offer is not None
-                self._start_pull(worker, pull, load, fate, ticket.offer)
-        order = [fate.delay for fate in fates]
-        self.result.faults["transfer_reordered"] += order != sorted(order)
-        self.at(DEADLINE_TICKS, lambda: self._deadline(worker, pull, epoch))
-
-    def _start_pull(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate, offer: Offer) -> None:
-        sequence = worker.kv.sequences[pull.request]
-        runs = plan_pull(worker.layout, load, offer, sequence.groups[load.group].pages)
-
-        def land() -> None:
-            self._pull_landed(worker, pull, load, fate, offer, runs)
-
-        self.at(fate.delay, land)
-        if fate.duplicated:
-            self.at(fate.delay + 3, lambda: self._arrived(worker, pull, load))
-
-    def _pull_landed(
-        self,
-        worker: Worker,
-        pull: Pull,
-        load: Load,
-        fate: TransferFate,
-        offer: Offer,
-        runs: tuple[SlotRun, ...],
-    ) -> None:
-        """Data arrives from the prefill worker, which must then confirm that its lease held."""
-        if not worker.alive:
-            return
-        source = self.workers["prefill"]
-        if fate.failed or source.engine != offer.engine:
-            self._load_failed(worker, pull, load)
-            return
-        group = signatures(source.layout).index(signatures(worker.layout)[load.group])
-        source_memory = source.device.memory[source.layout.arena_of[group]]
-        memory = worker.device.memory[worker.layout.arena_of[load.group]]
-        for run in runs:
-            there, here = run.source_offset, run.destination_offset
-            ids, states = source.sanitizer.slots(group, run.source_page, there, run.slots)
-            worker.sanitizer.landed(
-                pull.request, load.group, run.destination_page, here, ids, states, f"{source.engine}"
-            )
-            values = source_memory[run.source_page][there : there + run.slots]
-            memory[run.destination_page][here : here + run.slots] = values
-        if source.leases.held(offer.lease):
-            self._arrived(worker, pull, load)
-        else:
-            self._load_failed(worker, pull, load)
-
-    def _tier_landed(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
-        if not worker.alive:
-            return
-        assert self.tier is not None and load.key is not None
-        page = self.tier.get(load.group, load.key)
-        sequence = worker.kv.sequences.get(pull.request)
-        if sequence is None or load not in sequence.loads:
-            return
-        if page is None or fate.failed:
-            self.result.faults["tier_load_failed"] += 1
-            self._load_failed(worker, pull, load)
-            return
-        size = worker.layout.groups[load.group].page_tokens
-        here = sequence.groups[load.group].pages[load.interval.start // size]
-        count = load.interval.size
-        worker.sanitizer.landed(
-            pull.request, load.group, here, 0, page.ids[:count], bytes([2]) * count, "tier"
-        )
-        worker.device.memory[worker.layout.arena_of[load.group]][here][:count] = page.values[:count]
-        self.result.faults["tier_load"] += 1
-        self._arrived(worker, pull, load)
-
-    def _arrived(self, worker: Worker, pull: Pull, load: Load) -> None:
-        if worker.alive:
-            worker.scheduler.load_arrived(pull.request, load)
-            self._after_load(worker, pull)
-
-    def _load_failed(self, worker: Worker, pull: Pull, load: Load) -> None:
-        worker.scheduler.load_failed(pull.request, load)
-        self._after_load(worker, pull)
-
-    def _after_load(self, worker: Worker, pull: Pull) -> None:
-        request = worker.scheduler.requests.get(pull.request)
-        ticket = self.tickets[pull.request]
-        if ticket.offer is not None and (request is None or request.state is not State.LOADING):
-            self._end_lease(ticket.offer)
-        self._deliver(worker, worker.scheduler.take_updates())
-        self._wake(worker)
-
-    def _deadline(self, worker: Worker, pull: Pull, epoch: int) -> None:
-        """A transfer that has not ended by now is given up; its pages wait until its handle is destroyed."""
-        request = worker.scheduler.requests.get(pull.request) if worker.alive else None
-        if request is None or request.state is not State.LOADING or request.epoch != epoch:
-            return
-        self.result.faults["transfer_lost"] += 1
-        self._quarantine(worker, pull, worker.scheduler.load_lost(pull.request))
-        self._after_load(worker, pull)
-
-    def _quarantine(self, worker: Worker, pull: Pull, aside: list[tuple[int, list[int]]]) -> None:
-        def destroy() -> None:
-            if worker.alive:
-                worker.kv.restore_quarantined(aside)
-                self._wake(worker)
-
-        if aside:
-            self.at(max([0, *(tick - self.now for tick in pull.landing)]) + 1, destroy)
-
-    def _offload(self, worker: Worker) -> None:
-        """A second tier takes over some of the pages that were published."""
-        pages, worker.sanitizer.new_pages = worker.sanitizer.new_pages, []
-        if self.tier is None:
-            return
-        for group, page, key in pages:
-            size = worker.layout.groups[group].page_tokens
-            arena = worker.kv.pool.arenas[worker.layout.arena_of[group]]
-            if arena.published[page] and chance(self.scenario.seed, "tier", key) < self.scenario.tier_share:
-                ids, _states = worker.sanitizer.slots(group, page, 0, size)
-                values = worker.device.memory[arena.index][page][:size]
-                self.tier.put(group, key, TierPage(list(values), ids))
-
     # ---- faults from outside -----------------------------------------------------------------------
 
     def _abort(self, name: str) -> None:
@@ -543,14 +353,14 @@ class World:
             self.result.faults["abort"] += 1
             held = request.state is State.HELD
             aside = worker.scheduler.abort(name)
-            self._quarantine(worker, Pull(name, worker.engine, [self.now + 3 * DEADLINE_TICKS]), aside)
+            self._transfers.quarantine(worker, Pull(name, [self.now + 3 * DEADLINE_TICKS]), aside)
             worker.sanitizer.check_conservation()
             self.tickets[name].done = True
             if held:
                 offer = self.tickets[name].offer
                 assert offer is not None
                 worker.leases.release(offer.lease)
-            self._wake(worker)
+            self.wake(worker)
 
     def _kill(self, name: str) -> None:
         """A worker dies with everything it held and starts again under a new id."""

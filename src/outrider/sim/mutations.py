@@ -1,0 +1,110 @@
+"""Every mutation against scenarios that can exercise it: caught, and by the invariant it should break?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.kv.footprint import Proposing
+from outrider.sanitizer.faults import MUTATIONS, Mutation
+from outrider.sim.campaign import run_scenario
+from outrider.sim.scenario import Scenario, draw
+from outrider.sim.world import Failure
+
+MOST_SCENARIOS = 400
+"""Scenarios tried for one mutation before it counts as missed."""
+
+
+def traits(scenario: Scenario) -> frozenset[str]:
+    """What a scenario can exercise, in the words that mutations use."""
+    footprint = scenario.layout().footprint
+    drafting = any(request.k for request in scenario.requests)
+    found = {
+        "drafts": bool(footprint.groups) and drafting,
+        "block": footprint.proposing is Proposing.BLOCK and drafting,
+        "reach": footprint.token_reach > 0,
+        "keeps": footprint.keeps_accepted and drafting,
+        "limit": footprint.max_len is not None,
+        "sliding": any(group.window for group in scenario.target),
+        "split": scenario.split,
+        "transfer_faults": scenario.transfer_faults > 0,
+        "in_flight": scenario.step_in_flight,
+        "abort": any(fault.kind == "abort" for fault in scenario.faults),
+        "fork": any(request.n > 1 for request in scenario.requests) and not scenario.split,
+        "salt": len({request.salt for request in scenario.requests}) > 1,
+        "tight": scenario.arena_slack < 1,
+    }
+    return frozenset(name for name, holds in found.items() if holds)
+
+
+@dataclass(frozen=True)
+class MutationResult:
+    mutation: Mutation
+    invariant: str | None
+    """The invariant of the first failure, or None if there was none."""
+    steps: int
+    index: int
+    """The scenario that caught it."""
+    tried: int
+    message: str
+
+    @property
+    def caught(self) -> bool:
+        return self.invariant == self.mutation.invariant
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.mutation.name,
+            "caught": self.caught,
+            "expected_invariant": self.mutation.invariant,
+            "invariant": self.invariant,
+            "steps": self.steps,
+            "lineage": self.mutation.lineage or None,
+            "scenario": self.index,
+            "scenarios_tried": self.tried,
+            "message": self.message,
+        }
+
+
+def try_mutation(mutation: Mutation, seed: int) -> MutationResult:
+    """Look for a scenario in which the mutation breaks the invariant it is meant to, and that passes without it.
+
+    Only a violation that the sanitizer reports counts. A crash, a wrong token or another invariant is noted,
+    and the search goes on.
+    """
+    tried = 0
+    missed = MutationResult(mutation, None, 0, -1, 0, "no scenario noticed it")
+    for index in range(10 * MOST_SCENARIOS):
+        scenario = draw(seed, index)
+        if not mutation.needs <= traits(scenario):
+            continue
+        if tried == MOST_SCENARIOS:
+            break
+        tried += 1
+        failure = _first_failure(mutation, scenario)
+        if failure is None:
+            continue
+        result = MutationResult(mutation, failure.invariant, failure.step, index, tried, failure.message)
+        if not result.caught:
+            missed = result if missed.index < 0 else missed
+        elif run_scenario(scenario).failure is None:
+            return result
+    return missed
+
+
+def _first_failure(mutation: Mutation, scenario: Scenario) -> Failure | None:
+    with mutation.applied():
+        try:
+            failure = run_scenario(scenario).failure
+        except Exception as crash:
+            return Failure("crash", None, f"crashed instead: {type(crash).__name__}: {crash}", 0)
+    return failure
+
+
+def try_all(seed: int, progress: Callable[[MutationResult], None] | None = None) -> Iterator[MutationResult]:
+    for mutation in MUTATIONS:
+        result = try_mutation(mutation, seed)
+        if progress is not None:
+            progress(result)
+        yield result

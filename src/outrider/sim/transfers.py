@@ -1,0 +1,217 @@
+"""KV on the move in the simulated world: hand-offs, pulls, a second tier, and what goes wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outrider.kv.intervals import SlotRun
+from outrider.kv.ledger import Load
+from outrider.sanitizer.shadow import DURABLE
+from outrider.scheduler import State
+from outrider.sim.faults import TransferFate, transfer_fate
+from outrider.sim.oracle import chance
+from outrider.sim.tier import TierPage
+from outrider.sim.worker import LEASE_TICKS, Worker
+from outrider.transfer.connector import Offer, OfferedGroup, plan_pull, signatures
+
+if TYPE_CHECKING:
+    from outrider.sim.world import Ticket, World
+
+DEADLINE_TICKS = 30
+
+
+@dataclass
+class Pull:
+    """Transfers of one request into a worker."""
+
+    request: str
+    landing: list[int] = field(default_factory=list)
+    """Ticks at which data may still land."""
+
+
+class Transfers:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    # ---- hand-off from prefill to decode -----------------------------------------------------------
+
+    def hand_off(self, worker: Worker, ticket: Ticket) -> None:
+        request = worker.scheduler.requests[ticket.draw.id]
+        lease = worker.leases.grant(ticket.draw.id, self._world.now)
+        names = signatures(worker.layout)
+        groups = {
+            names[group]: OfferedGroup(
+                interval, tuple(request.kv.groups[group].pages), worker.layout.groups[group].page_tokens
+            )
+            for group, interval in worker.kv.export_intervals(request.kv).items()
+        }
+        ticket.offer = Offer(
+            engine=worker.engine,
+            request=ticket.draw.id,
+            lease=lease,
+            tokens=tuple(request.tokens),
+            groups=groups,
+        )
+        offer = ticket.offer
+        self._world.at(LEASE_TICKS, lambda: self._expire_leases(worker))
+        self._world.at(
+            1 + int(4 * chance(self._world.scenario.seed, "hand-off", ticket.draw.id)),
+            lambda: self._take_over(ticket, offer),
+        )
+
+    def _take_over(self, ticket: Ticket, offer: Offer) -> None:
+        if ticket.offer is offer:
+            self._world.add(self._world.workers["decode"], ticket, offer.tokens, prefilled=1)
+
+    def _expire_leases(self, worker: Worker) -> None:
+        for request in worker.leases.expire(self._world.now) if worker.alive else ():
+            self._world.result.faults["lease_expired"] += 1
+            worker.scheduler.release_held(request)
+            worker.device.requests.pop(request, None)
+
+    def end_lease(self, offer: Offer) -> None:
+        worker = self._world.workers["prefill"]
+        if worker.engine == offer.engine:
+            request = worker.leases.release(offer.lease)
+            if request is not None:
+                worker.scheduler.release_held(request)
+                worker.device.requests.pop(request, None)
+
+    # ---- loads -------------------------------------------------------------------------------------
+
+    def start_loads(self, worker: Worker, request: str, loads: tuple[Load, ...]) -> None:
+        ticket, pull = self._world.tickets[request], Pull(request)
+        epoch = worker.scheduler.requests[request].epoch
+        fates: list[TransferFate] = []
+        for number, load in enumerate(loads):
+            fate = transfer_fate(self._world.scenario, request, f"{worker.engine}:{epoch}:{number}")
+            fates.append(fate)
+            for kind in fate.kinds:
+                self._world.result.faults[kind] += 1
+            pull.landing.append(self._world.now + fate.delay)
+            if load.key is not None:
+                self._start_tier_load(worker, pull, load, fate)
+            else:
+                assert ticket.offer is not None
+                self._start_pull(worker, pull, load, fate, ticket.offer)
+        order = [fate.delay for fate in fates]
+        self._world.result.faults["transfer_reordered"] += order != sorted(order)
+        self._world.at(DEADLINE_TICKS, lambda: self._deadline(worker, pull, epoch))
+
+    def _start_tier_load(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
+        self._world.at(fate.delay, lambda: self._tier_landed(worker, pull, load, fate))
+
+    def _start_pull(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate, offer: Offer) -> None:
+        sequence = worker.kv.sequences[pull.request]
+        runs = plan_pull(worker.layout, load, offer, sequence.groups[load.group].pages)
+
+        def land() -> None:
+            self._pull_landed(worker, pull, load, fate, offer, runs)
+
+        self._world.at(fate.delay, land)
+        if fate.duplicated:
+            self._world.at(fate.delay + 3, lambda: self._arrived(worker, pull, load))
+
+    def _pull_landed(
+        self,
+        worker: Worker,
+        pull: Pull,
+        load: Load,
+        fate: TransferFate,
+        offer: Offer,
+        runs: tuple[SlotRun, ...],
+    ) -> None:
+        """Data arrives from the prefill worker, which must then confirm that its lease held."""
+        if not worker.alive:
+            return
+        source = self._world.workers["prefill"]
+        if fate.failed or source.engine != offer.engine:
+            self._load_failed(worker, pull, load)
+            return
+        group = signatures(source.layout).index(signatures(worker.layout)[load.group])
+        source_memory = source.device.memory[source.layout.arena_of[group]]
+        memory = worker.device.memory[worker.layout.arena_of[load.group]]
+        for run in runs:
+            there, here = run.source_offset, run.destination_offset
+            ids, states = source.sanitizer.slots(group, run.source_page, there, run.slots)
+            worker.sanitizer.landed(
+                pull.request, load.group, run.destination_page, here, ids, states, f"{source.engine}"
+            )
+            values = source_memory[run.source_page][there : there + run.slots]
+            memory[run.destination_page][here : here + run.slots] = values
+        if source.leases.held(offer.lease):
+            self._arrived(worker, pull, load)
+        else:
+            self._load_failed(worker, pull, load)
+
+    def _tier_landed(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
+        if not worker.alive:
+            return
+        assert self._world.tier is not None and load.key is not None
+        page = self._world.tier.get(load.group, load.key)
+        sequence = worker.kv.sequences.get(pull.request)
+        if sequence is None or load not in sequence.loads:
+            return
+        if page is None or fate.failed:
+            self._world.result.faults["tier_load_failed"] += 1
+            self._load_failed(worker, pull, load)
+            return
+        size = worker.layout.groups[load.group].page_tokens
+        here = sequence.groups[load.group].pages[load.interval.start // size]
+        count = load.interval.size
+        worker.sanitizer.landed(
+            pull.request, load.group, here, 0, page.ids[:count], bytes([DURABLE]) * count, "tier"
+        )
+        worker.device.memory[worker.layout.arena_of[load.group]][here][:count] = page.values[:count]
+        self._world.result.faults["tier_load"] += 1
+        self._arrived(worker, pull, load)
+
+    def _arrived(self, worker: Worker, pull: Pull, load: Load) -> None:
+        if worker.alive:
+            worker.scheduler.load_arrived(pull.request, load)
+            self._after_load(worker, pull)
+
+    def _load_failed(self, worker: Worker, pull: Pull, load: Load) -> None:
+        worker.scheduler.load_failed(pull.request, load)
+        self._after_load(worker, pull)
+
+    def _after_load(self, worker: Worker, pull: Pull) -> None:
+        request = worker.scheduler.requests.get(pull.request)
+        ticket = self._world.tickets[pull.request]
+        if ticket.offer is not None and (request is None or request.state is not State.LOADING):
+            self.end_lease(ticket.offer)
+        self._world.deliver(worker, worker.scheduler.take_updates())
+        self._world.wake(worker)
+
+    def _deadline(self, worker: Worker, pull: Pull, epoch: int) -> None:
+        """A transfer that has not ended by now is given up; its pages wait until its handle is destroyed."""
+        request = worker.scheduler.requests.get(pull.request) if worker.alive else None
+        if request is None or request.state is not State.LOADING or request.epoch != epoch:
+            return
+        self._world.result.faults["transfer_lost"] += 1
+        self.quarantine(worker, pull, worker.scheduler.load_lost(pull.request))
+        self._after_load(worker, pull)
+
+    def quarantine(self, worker: Worker, pull: Pull, aside: list[tuple[int, list[int]]]) -> None:
+        def destroy() -> None:
+            if worker.alive:
+                worker.kv.restore_quarantined(aside)
+                self._world.wake(worker)
+
+        if aside:
+            self._world.at(max([0, *(tick - self._world.now for tick in pull.landing)]) + 1, destroy)
+
+    def offload(self, worker: Worker) -> None:
+        """A second tier takes over some of the pages that were published."""
+        pages, worker.sanitizer.new_pages = worker.sanitizer.new_pages, []
+        if self._world.tier is None:
+            return
+        for group, page, key in pages:
+            size = worker.layout.groups[group].page_tokens
+            arena = worker.kv.pool.arenas[worker.layout.arena_of[group]]
+            taken = chance(self._world.scenario.seed, "tier", key) < self._world.scenario.tier_share
+            if taken and arena.published[page]:
+                ids, _states = worker.sanitizer.slots(group, page, 0, size)
+                values = worker.device.memory[arena.index][page][:size]
+                self._world.tier.put(group, key, TierPage(list(values), ids))

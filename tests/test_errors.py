@@ -1,0 +1,208 @@
+"""Bad input gets a typed error that names the value and says what to do next."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from outrider import errors
+from outrider.errors import (
+    AdmissionError,
+    ConfigError,
+    FootprintError,
+    InvariantViolation,
+    OutOfPages,
+    OutriderError,
+    RequestError,
+)
+from outrider.kv import (
+    Full,
+    GroupSpec,
+    Interval,
+    KVConfig,
+    KVFootprint,
+    KVLayout,
+    KVManager,
+    Proposing,
+    Sliding,
+    group_kind,
+)
+from outrider.scheduler import RequestSpec, Role, Scheduler, SchedulerConfig
+from outrider.speculative.footprints import DrafterShape, footprint_for
+from tests.kv.fakes import drafter, full, make_manager
+
+
+def scheduler(**config: Any) -> Scheduler:
+    kv = make_manager(full(page=8), footprint=drafter("eagle"), pages=20, max_model_len=100)
+    return Scheduler(SchedulerConfig(**config), kv)
+
+
+def add(**fields: Any) -> Callable[[], object]:
+    spec = {"id": "mine", "prompt": [1, 2, 3], "max_tokens": 4} | fields
+    return lambda: scheduler().add(RequestSpec(**spec))
+
+
+def add_twice() -> None:
+    here = scheduler()
+    for _ in range(2):
+        here.add(RequestSpec(id="mine", prompt=[1, 2], max_tokens=2))
+
+
+def kv_config(**fields: Any) -> KVConfig:
+    return KVConfig(**({"arena_pages": (8,)} | fields))
+
+
+CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...]]] = {
+    # ---- groups and layouts ----
+    "page size 0": (ConfigError, lambda: full("mine", page=0), ("mine", "page_tokens", "at least 1", "0")),
+    "page size of one and a half": (ConfigError, lambda: full("mine", page=1.5), ("page_tokens", "whole number")),  # type: ignore[arg-type]
+    "page size True": (ConfigError, lambda: full("mine", page=True), ("page_tokens", "whole number")),
+    "slot of no bytes": (ConfigError, lambda: full("mine", slot_bytes=0), ("mine", "slot_bytes", "at least 1")),
+    "kind by its name": (
+        ConfigError,
+        lambda: GroupSpec(name="mine", kind="full", page_tokens=8),  # type: ignore[arg-type]
+        ("mine", "GroupKind", "full"),
+    ),
+    "window 0": (ConfigError, lambda: Sliding(0), ("window", "at least 1", "0", "full group")),
+    "window -5": (ConfigError, lambda: Sliding(-5), ("window", "-5")),
+    "window of a fraction": (ConfigError, lambda: Sliding(2.5), ("window", "2.5")),  # type: ignore[arg-type]
+    "unknown group kind": (ConfigError, lambda: group_kind("ring", {}), ("ring", "full", "sliding")),
+    "unknown field of a kind": (ConfigError, lambda: group_kind("sliding", {"size": 4}), ("sliding", "size")),
+    "field of a kind without any": (ConfigError, lambda: group_kind("full", {"window": 4}), ("full", "window")),
+    "missing field of a kind": (ConfigError, lambda: group_kind("sliding", {}), ("sliding", "window")),
+    "bad value of a field": (ConfigError, lambda: group_kind("sliding", {"window": 0}), ("window", "at least 1")),
+    "no target group": (ConfigError, lambda: KVLayout(target=()), ("at least one target group",)),
+    "two groups of one name": (ConfigError, lambda: KVLayout(target=(full("x"), full("x"))), ("differ", "x")),
+    "draft group named like a target group": (
+        ConfigError,
+        lambda: KVLayout(target=(full("x"),), footprint=drafter("eagle", full("x"))),
+        ("differ", "x"),
+    ),
+    # ---- memory ----
+    "arena of one page": (ConfigError, lambda: make_manager(pages=0), ("arena 0", "at least 2", "sink", "memory")),
+    "too few arenas": (
+        ConfigError,
+        lambda: KVManager(KVLayout(target=(full("a"), full("b", slot_bytes=2))), kv_config()),
+        ("2 arena(s)", "arena_pages", "1"),
+    ),
+    "model limit 0": (ConfigError, lambda: kv_config(max_model_len=0), ("max_model_len", "at least 1", "0")),
+    "step of nothing": (ConfigError, lambda: kv_config(step_tokens=0), ("step_tokens", "at least 1")),
+    "three steps ahead": (ConfigError, lambda: kv_config(steps_ahead=3), ("steps_ahead", "1 or 2", "3")),
+    # ---- drafters ----
+    "unknown drafting method": (
+        ConfigError,
+        lambda: footprint_for("crystal ball", DrafterShape()),
+        ("crystal ball", "ngram", "eagle", "dflash", "draft_model", "mtp", "none"),
+    ),
+    "contradiction": (
+        FootprintError,
+        lambda: KVFootprint(
+            name="mine", proposing=Proposing.BLOCK, groups=(full(),), taps=(1,), scratch_extra=0
+        ),
+        ("mine", "scratch_ahead(1)", "raise scratch_extra"),
+    ),
+    # ---- the scheduler ----
+    "no seats": (ConfigError, lambda: SchedulerConfig(max_num_seqs=0), ("max_num_seqs", "at least 1", "0")),
+    "no protection": (
+        ConfigError,
+        lambda: SchedulerConfig(protect_after_preemptions=0),
+        ("protect_after_preemptions", "at least 1"),
+    ),
+    "chunk of nothing": (ConfigError, lambda: SchedulerConfig(max_chunk_tokens=0), ("max_chunk_tokens",)),
+    "fewer rows than seats": (
+        ConfigError,
+        lambda: SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8),
+        ("max_num_batched_tokens", "8", "larger than max_num_seqs"),
+    ),
+    # ---- requests ----
+    "empty prompt": (RequestError, add(prompt=[]), ("mine", "empty", "at least one token")),
+    "max_tokens 0": (RequestError, add(max_tokens=0), ("mine", "max_tokens", "at least 1", "0")),
+    "k below 0": (RequestError, add(k=-1), ("mine", "k ", "-1", "0 turns drafting off")),
+    "n 0": (RequestError, add(n=0), ("mine", "n must be at least 1")),
+    "more prefilled than there is": (RequestError, add(prefilled_tokens=3), ("mine", "prefilled_tokens")),
+    "negative token id": (RequestError, add(prompt=[1, -2]), ("mine", "token id", "0 to 4294967295")),
+    "token id too large": (RequestError, add(prompt=[1, 2**32]), ("mine", "token id", "0 to 4294967295")),
+    "token id that is a fraction": (RequestError, add(prompt=[1, 2.5]), ("mine", "token id", "whole number")),
+    "token id that is a word": (RequestError, add(prompt=["hello"]), ("mine", "token id", "whole number")),
+    "prompt longer than the model's limit": (
+        RequestError,
+        add(prompt=[1] * 100),
+        ("mine", "100 tokens", "limit is 100", "shorten the prompt"),
+    ),
+    "duplicate id": (RequestError, add_twice, ("mine", "in use", "choose another")),
+    "more than the arena holds": (
+        AdmissionError,
+        lambda: Scheduler(SchedulerConfig(), make_manager(full(page=8), pages=4)).add(
+            RequestSpec(id="mine", prompt=[1] * 20, max_tokens=100)
+        ),
+        ("mine", "120 tokens", "16 pages", "has 4", "shorten the prompt", "lower max_tokens", "more memory"),
+    ),
+    "a peer that lacks a target group": (
+        RequestError,
+        add(remote={1: Interval(0, 3)}),
+        ("mine", "every target group", "prefill it here"),
+    ),
+    "several continuations on a prefill worker": (
+        RequestError,
+        lambda: scheduler(role=Role.PREFILL).add(RequestSpec(id="mine", prompt=[1], max_tokens=2, n=2)),
+        ("mine", "n = 2", "send n requests"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_gets_a_typed_error_that_says_what_to_do(case: str) -> None:
+    kind, attempt, words = CASES[case]
+    with pytest.raises(OutriderError) as refused:
+        attempt()
+    assert type(refused.value) is kind
+    for word in words:
+        assert word in str(refused.value), f"{word!r} is not in: {refused.value}"
+    assert "\n" not in str(refused.value)
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    here = scheduler()
+    for fields in ({"prompt": [1, -2]}, {"prompt": [1] * 100}, {"prompt": [1] * 90, "max_tokens": 10**6}):
+        spec = {"id": "mine", "max_tokens": 4} | fields
+        try:
+            here.add(RequestSpec(**spec))
+            here.abort("mine")
+        except OutriderError:
+            pass
+    assert here.requests == {}
+    assert here.kv.sequences == {}
+    assert here.num_waiting == 0
+    here.add(RequestSpec(id="mine", prompt=array("I", [1, 2]), max_tokens=2))
+
+
+def test_a_wrong_request_is_also_a_value_error() -> None:
+    """Callers who know nothing of this library catch it with what they have."""
+    for kind in (ConfigError, RequestError):
+        assert issubclass(kind, ValueError)
+    assert not issubclass(OutOfPages, ValueError)
+
+
+def test_every_error_has_one_base_and_a_place_in_the_docstring() -> None:
+    assert errors.__doc__ is not None
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    for kind in kinds:
+        assert issubclass(kind, OutriderError)
+        assert kind.__name__ in errors.__doc__
+        assert kind.__doc__
+
+
+def test_errors_carry_what_a_handler_needs() -> None:
+    shortage = OutOfPages(2, 7)
+    assert (shortage.arena, shortage.missing_pages) == (2, 7)
+    assert "arena 2" in str(shortage)
+    broken = InvariantViolation("I3", "read of the sink")
+    assert (broken.invariant, str(broken)) == ("I3", "read of the sink")
+
+
+def test_a_full_group_takes_no_window() -> None:
+    assert group_kind("full", {}) == Full()
+    assert group_kind("sliding", {"window": 4}) == Sliding(4)
