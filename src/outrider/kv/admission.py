@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.kv.footprint import KVFootprint
-from outrider.kv.intervals import Interval, page_count, pages_under
+from outrider.kv.intervals import NOTHING, Interval, page_count, pages_under
 from outrider.kv.ledger import Load
+from outrider.kv.loading import wanted
 from outrider.kv.observer import Hit
 from outrider.kv.search import GroupView, longest_common
 
@@ -101,3 +102,75 @@ def place(view: GroupView, hold: Interval) -> Placement:
             loads.append(Load(view.group, Interval(number * size, number * size + used), view.key(number)))
     published = first + (0 if loads else len(shared))
     return Placement(first, first * size, published, pages, shared, copied, loads)
+
+
+class Seating(NamedTuple):
+    """How one group of a new sequence is filled: from the cache, and from a peer."""
+
+    view: GroupView
+    placement: Placement
+    pull: Interval
+
+    @property
+    def num_fresh(self) -> int:
+        """Pages to take: for copies, for loads, and for what a peer sends past what is placed."""
+        placement = self.placement
+        beyond = 0
+        if not self.pull.empty:
+            placed = placement.first_page + len(placement.pages)
+            beyond = max(0, page_count(self.pull.end, self.view.page_tokens) - placed)
+        return len(placement.copied) + len(placement.loads) + beyond
+
+
+Offered = Mapping[int, Interval]
+"""What a peer holds of a sequence, per group."""
+
+
+def seat_from_cache(views: Sequence[GroupView], holds: Sequence[Interval]) -> list[Seating]:
+    return [Seating(view, place(view, hold), NOTHING) for view, hold in zip(views, holds, strict=True)]
+
+
+def seat_with_peer(
+    views: Sequence[GroupView], holds: Sequence[Interval], end: int, margin: int, offered: Offered
+) -> list[Seating] | None:
+    """Fill groups for a start at `end`: what is cached, and the rest from a peer.
+
+    None if the offer does not cover what is needed.
+    """
+    seats = []
+    for view, hold in zip(views, holds, strict=True):
+        kind = view.spec.kind
+        pull = wanted(kind, end=end, margin=margin, held=hold, offered=offered.get(view.group, NOTHING))
+        if pull is None:
+            return None
+        # Of what is cached hold only what the start at `end` needs; on failure the index has the rest.
+        hold = Interval(max(hold.start, kind.needed(end, margin).start), hold.end)
+        if not pull.empty and (hold.empty or pull.start > hold.end):
+            hold = Interval(pull.start, pull.start)
+        seats.append(Seating(view, place(view, hold), pull))
+    return seats
+
+
+def seat_target(
+    views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None
+) -> tuple[list[Seating], bool]:
+    """Target groups, and whether the peer's offer is used. One that is too short is left alone."""
+    holds = [view.spec.kind.needed(hit.end, hit.tap_rows) for view in views]
+    seats = None if offered is None else seat_with_peer(views, holds, end, margin, offered)
+    return (seat_from_cache(views, holds), False) if seats is None else (seats, True)
+
+
+def seat_draft(
+    views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None
+) -> list[Seating]:
+    """Draft groups. A run that does not start where the need does is pulled whole rather than patched."""
+    runs = hit.draft
+    if offered is not None and views:
+        whole = all(
+            run.start <= view.spec.kind.needed(run.end).start for view, run in zip(views, runs, strict=True)
+        )
+        held = runs if whole else [Interval(run.end, run.end) for run in runs]
+        seats = seat_with_peer(views, held, max(end, runs[0].end), margin, offered)
+        if seats is not None:
+            return seats
+    return seat_from_cache(views, runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.kv.groups import GroupKind
-from outrider.kv.intervals import Interval, covered
+from outrider.kv.intervals import Interval, covered, subtract
 from outrider.kv.ledger import Load, LoadState
 
 
@@ -25,10 +25,12 @@ def wanted(kind: GroupKind, *, end: int, margin: int, held: Interval, offered: I
     return want if covered(kind.needed(end), joined) else None
 
 
-def arrived_parts(loads: Mapping[Load, LoadState], group: int) -> list[Interval]:
-    return [
-        load.interval for load, state in loads.items() if load.group == group and state is LoadState.ARRIVED
-    ]
+def loaded_parts(loads: Mapping[Load, LoadState], group: int, cached: Interval) -> list[Interval]:
+    """What is held of a group once its loads have ended: the hit without failed pages, and what arrived."""
+    mine = [(load.interval, state) for load, state in loads.items() if load.group == group]
+    failed = [interval for interval, state in mine if state is LoadState.FAILED]
+    arrived = [interval for interval, state in mine if state is LoadState.ARRIVED]
+    return [*subtract(cached, failed), *arrived]
 
 
 def first_failure(loads: Mapping[Load, LoadState], groups: Iterable[int], otherwise: int) -> int:

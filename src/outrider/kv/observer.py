@@ -49,6 +49,9 @@ class KVObserver:
 
     def evicted(self, arena: int, page: int) -> None: ...
 
+    def committing(self, sequence: SequenceKV) -> None:
+        """The ledger claims a new durable end; nothing is published or freed yet."""
+
     def published(
         self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes
     ) -> None: ...

@@ -95,7 +95,7 @@ def _ignore_plans_ahead(original: Any) -> Any:
 def _keep_drafting_without_pages(original: Any) -> Any:
     def drop_draft(self: Any, sequence: Any) -> None:
         self.dropped_drafts += 1
-        self._measure_room(sequence)
+        self.holdings.measure_room(sequence)
 
     return drop_draft
 
@@ -182,7 +182,7 @@ def _free_behind_speculation(original: Any) -> Any:
 def _release_twice(original: Any) -> Any:
     def close(self: Any, sequence: Any) -> None:
         for group, state in enumerate(sequence.groups):
-            self._give_back(group, state.held()[:1])
+            self.holdings.give_back(group, state.held()[:1])
         original(self, sequence)
 
     return close
@@ -228,7 +228,7 @@ def _no_tap_rows(original: Any) -> Any:
 
 def _fork_shares_reach(original: Any) -> Any:
     def fork_groups(self: Any, parent: Any, child: Any, groups: Any, end: int) -> None:
-        if groups is self._draft:
+        if groups is self.holdings.draft:
             end = child.draft_end = min(parent.committed, parent.draft_end)
         original(self, parent, child, groups, end)
 
@@ -271,7 +271,7 @@ def _lease_always_held(original: Any) -> Any:
 
 def _no_quarantine(original: Any) -> Any:
     def abandon_loading(self: Any, sequence: Any) -> list[tuple[int, list[int]]]:
-        self._return_all(sequence)
+        self.holdings.return_all(sequence)
         return []
 
     return abandon_loading
@@ -379,7 +379,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="copy_on_write_skipped",
         invariant="I1",
         story="a hit that ends inside a page shares it, and writes to it",
-        where="outrider.kv.manager:place",
+        where="outrider.kv.admission:place",
         change=_share_instead_of_copy,
     ),
     Mutation(

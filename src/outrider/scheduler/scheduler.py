@@ -490,7 +490,7 @@ class Scheduler:
         kv = request.kv
         if kv.loading or request.state is not State.LOADING:
             return
-        if self.kv.copies_outstanding(kv):
+        if not self.kv.may_finish_loading(kv):
             self._settling.append(request)
             return
         wanted = kv.load_end
@@ -550,8 +550,8 @@ class Scheduler:
         """Take over what a step decided; every request advances to its own v."""
         self.kv.complete(plan.step)
         settling, self._settling = self._settling, []
-        for request in settling:
-            self._maybe_start_loaded(request)
+        for loaded in settling:
+            self._maybe_start_loaded(loaded)
         updates = self.take_updates()
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
             request = self.requests.get(row.request)

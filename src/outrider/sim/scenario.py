@@ -10,7 +10,7 @@ from outrider.errors import TraceError
 from outrider.kv.footprint import GroupSpec, KVFootprint
 from outrider.kv.groups import group_kind
 from outrider.kv.layout import KVConfig, KVLayout
-from outrider.kv.manager import KVManager
+from outrider.kv.sizing import worst_case_pages
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
 
 
@@ -121,12 +121,11 @@ class Scenario:
             steps_ahead=2 if self.step_in_flight else 1,
             prefix_caching=self.prefix_caching,
         )
-        sizing = KVManager(layout, replace(roomy, arena_pages=(2,) * len(layout.arena_page_bytes)))
         pages = [1] * len(layout.arena_page_bytes)
         for request in self.requests:
             total = min(len(request.prompt) + request.max_tokens, self.max_model_len)
-            target = sizing.worst_case_pages(total, request.k, draft=False)
-            both = sizing.worst_case_pages(total, request.k, draft=True)
+            target = worst_case_pages(layout, roomy, total, request.k, draft=False)
+            both = worst_case_pages(layout, roomy, total, request.k, draft=True)
             # An arena that only drafts use is sized for them; elsewhere drafts must make do with the slack.
             pages = [max(a, t or d) for a, t, d in zip(pages, target, both, strict=True)]
         return replace(roomy, arena_pages=tuple(int(p * (1 + self.arena_slack)) + 1 for p in pages))

@@ -82,6 +82,7 @@ class World:
         self._incarnations: Counter[str] = Counter()
         self._references: dict[tuple[str, tuple[int, ...], int], Reference] = {}
         self._ticking: set[str] = set()
+        self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
         self._transfers = Transfers(self)
         tier = scenario.tier_share > 0
@@ -107,7 +108,13 @@ class World:
             tier=self.tier,
         )
 
+    def watch(self, listener: Callable[[StepPlan, Verdict], None]) -> None:
+        """Call the listener for every step that has run."""
+        self._listeners.append(listener)
+
     def _record(self, plan: StepPlan, verdict: Verdict) -> None:
+        for listener in self._listeners:
+            listener(plan, verdict)
         self._hash.update(repr((plan.step, plan.rows, verdict.tokens, verdict.proposed)).encode())
         self.result.faults["chunking"] += sum(row.num_rows > 1 and not row.samples for row in plan.rows)
         self.result.faults["drafter_catching_up"] += sum(row.feed_to is not None for row in plan.rows)

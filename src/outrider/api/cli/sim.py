@@ -1,0 +1,229 @@
+"""`outrider sim`: the simulation from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.api.cli.sim_demo import show_demo
+from outrider.errors import ConfigError
+from outrider.sanitizer.faults import MUTATIONS
+from outrider.sim.campaign import Tally, run_campaign
+from outrider.sim.mutations import MutationResult, try_mutation
+from outrider.sim.replay import Trace, record, replay, shrink
+from outrider.sim.scenario import draw
+
+console = Console()
+errors = Console(stderr=True)
+
+MutationName = Enum("MutationName", {m.name: m.name for m in MUTATIONS}, type=str)  # type: ignore[misc]
+
+
+def sim(
+    seed: Annotated[int, typer.Option(help="Scenarios are drawn from this seed.")] = 1,
+    scenarios: Annotated[int, typer.Option(min=1, help="How many scenarios to run.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    mutations: Annotated[
+        bool,
+        typer.Option(
+            "--mutations", help="Put every known bug back, one at a time, and see which invariant catches it."
+        ),
+    ] = False,
+    mutate: Annotated[
+        MutationName | None,
+        typer.Option(help="Run the scenarios with this bug put back.", show_choices=False, metavar="NAME"),
+    ] = None,
+    replay_file: Annotated[
+        Path | None,
+        typer.Option("--replay", help="Repeat the run that a trace file describes.", metavar="FILE"),
+    ] = None,
+    shrink_it: Annotated[
+        bool,
+        typer.Option(
+            "--shrink", help="Make the failing scenario as small as it can be (also with --replay)."
+        ),
+    ] = False,
+    trace_dir: Annotated[Path, typer.Option(help="Where the trace of a failing run goes.")] = Path(),
+    processes: Annotated[int, typer.Option(min=0, help="Worker processes; 0: one for each core.")] = 0,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Show one run step by step, then a campaign, then a bug.")
+    ] = False,
+) -> None:
+    """Run the real scheduler and KV manager in a simulated world, with faults, and check everything.
+
+    A fake model that computes from slot values makes a wrong slot a wrong token. Outputs are compared token for
+    token with an oracle, the sanitizer checks every read and write, and pages are counted at the end.
+
+    The exit status is 1 if anything was wrong. A failing run leaves one trace file; [bold]--replay[/bold] repeats it.
+    """
+    if not trace_dir.is_dir():
+        raise ConfigError(f"--trace-dir {trace_dir} is not a directory; create it first")
+    if replay_file is not None:
+        _replay(replay_file, shrink_it, as_json)
+    elif mutations:
+        _mutations(seed, as_json)
+    elif demo:
+        show_demo(console, seed)
+    elif mutate is not None:
+        _mutate(mutate.value, seed, scenarios, trace_dir, shrink_it)
+    else:
+        _campaign(seed, scenarios, processes, as_json, trace_dir, shrink_it)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def _campaign(
+    seed: int, scenarios: int, processes: int, as_json: bool, trace_dir: Path, shrink_it: bool
+) -> None:
+    with _progress() as progress:
+        task = progress.add_task("scenarios", total=scenarios)
+        tally = run_campaign(
+            seed, scenarios, processes=processes, progress=lambda count: progress.advance(task, count)
+        )
+    trace_file = None
+    if tally.failures:
+        index = tally.failures[0][0]
+        trace_file = _write_trace(
+            record(draw(seed, index))[1], trace_dir / f"sim-seed{seed}-{index}.json", shrink_it
+        )
+    if as_json:
+        result = tally.as_json() | ({"trace": str(trace_file)} if trace_file else {})
+        print(json.dumps(result))
+    else:
+        _print_tally(seed, tally, trace_file)
+    if tally.failures:
+        raise typer.Exit(1)
+
+
+def _write_trace(trace: Trace, path: Path, shrink_it: bool) -> Path:
+    trace.write(path)
+    if shrink_it:
+        with errors.status("shrinking"):
+            trace = shrink(trace)
+        path = path.with_suffix(".small.json")
+        trace.write(path)
+    return path
+
+
+def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
+    counts = tally.as_json()
+    table = Table(title=f"seed {seed}: {tally.scenarios} scenarios", show_header=False, title_justify="left")
+    for name in (
+        "steps",
+        "requests_finished",
+        "tokens",
+        "draft_tokens",
+        "accepted_tokens",
+        "steps_per_second",
+        "seconds",
+    ):
+        table.add_row(name.replace("_", " "), f"{counts[name]:,}")
+    table.add_section()
+    for name in ("violations", "wrong_outputs", "leaked_pages", "hit_mismatches", "stuck"):
+        style = "bold red" if counts[name] else "green"
+        table.add_row(name.replace("_", " "), f"{counts[name]:,}", style=style)
+    console.print(table)
+    faults = Table(title="what was done to it", show_header=False, title_justify="left")
+    for name, count in sorted(tally.faults.items()):
+        faults.add_row(name.replace("_", " "), f"{count:,}")
+    console.print(faults)
+    for index, failure in tally.failures[:5]:
+        console.print(f"[red]scenario {index}[/red]: {escape(failure.message)}")
+    if trace_file is not None:
+        console.print(
+            f"The first failure is in [bold]{trace_file}[/bold]; repeat it with: outrider sim --replay {trace_file}"
+        )
+
+
+def _mutations(seed: int, as_json: bool) -> None:
+    results: list[MutationResult] = []
+    with _progress() as progress:
+        task = progress.add_task("mutations", total=len(MUTATIONS))
+        for mutation in MUTATIONS:
+            results.append(try_mutation(mutation, seed))
+            progress.advance(task)
+    if as_json:
+        print(json.dumps([result.as_json() for result in results]))
+    else:
+        table = Table(title="bugs put back, and what noticed them", title_justify="left")
+        for column in ("bug", "report", "breaks", "caught by", "steps"):
+            table.add_column(column, justify="right" if column == "steps" else "left")
+        for result in results:
+            mutation = result.mutation
+            verdict = (
+                f"[green]{result.invariant}[/green]"
+                if result.caught
+                else f"[red]{result.invariant or 'nothing'}[/red]"
+            )
+            table.add_row(mutation.name, mutation.lineage, mutation.invariant, verdict, str(result.steps))
+        console.print(table)
+        caught = sum(result.caught for result in results)
+        console.print(
+            f"{caught} of {len(results)} caught by the invariant they break, each in a run that passes without it"
+        )
+        for result in results:
+            if not result.caught:
+                console.print(f"[red]{result.mutation.name}[/red]: {escape(result.message)}")
+    if not all(result.caught for result in results):
+        raise typer.Exit(1)
+
+
+def _mutate(name: str, seed: int, scenarios: int, trace_dir: Path, shrink_it: bool) -> None:
+    for index in range(scenarios):
+        result, trace = record(draw(seed, index), name)
+        if result.failure is None:
+            continue
+        path = _write_trace(trace, trace_dir / f"sim-{name}-{index}.json", shrink_it)
+        console.print(f"[red]scenario {index}[/red]: {escape(result.failure.message)}")
+        console.print(f"Trace in [bold]{path}[/bold]; repeat it with: outrider sim --replay {path}")
+        raise typer.Exit(1)
+    console.print(f"{scenarios} scenarios did not notice {name}; try more of them with --scenarios")
+
+
+def _replay(path: Path, shrink_it: bool, as_json: bool) -> None:
+    trace = Trace.read(path)
+    result, exact = replay(trace)
+    if shrink_it and trace.failure is not None:
+        with errors.status("shrinking"):
+            trace = shrink(trace)
+        path = path.with_suffix(".small.json")
+        trace.write(path)
+        errors.print(f"shrunk to {len(trace.scenario.requests)} request(s): {path}")
+    failure = trace.failure if shrink_it else result.failure
+    if as_json:
+        summary = {
+            "exact": exact,
+            "steps": result.steps,
+            "digest": result.digest,
+            "invariant": failure.invariant if failure else None,
+            "message": failure.message if failure else None,
+            "file": str(path),
+        }
+        print(json.dumps(summary))
+    else:
+        style = "green" if exact else "bold red"
+        console.print(
+            f"[{style}]{'the same run, step for step' if exact else 'NOT the same run'}[/{style}] ({result.steps} steps)"
+        )
+        console.print(escape(failure.message) if failure else "nothing went wrong")
+    if not exact or failure is not None:
+        raise typer.Exit(1)

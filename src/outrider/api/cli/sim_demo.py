@@ -1,0 +1,117 @@
+"""`outrider sim --demo`: one simulated run step by step, then a campaign, then a bug put back."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from outrider.sanitizer.faults import MUTATIONS
+from outrider.scheduler.plan import StepPlan, StepRow, Verdict
+from outrider.sim.campaign import run_campaign
+from outrider.sim.mutations import try_mutation
+from outrider.sim.scenario import GroupDraw, RequestDraw, Scenario
+from outrider.sim.world import World
+
+CAMPAIGN_SCENARIOS = 200
+
+
+def demo_scenario(seed: int) -> Scenario:
+    """A block drafter on a hybrid target; the second and third request share the first one's prompt."""
+    stem = tuple(1 + (seed + 7 * i) % 11 for i in range(21))
+    return Scenario(
+        seed=seed,
+        method="dflash",
+        target=(GroupDraw(page_tokens=4, slot_bytes=2), GroupDraw(page_tokens=4, slot_bytes=2, window=6)),
+        draft=(GroupDraw(page_tokens=4, slot_bytes=2),),
+        max_chunk_tokens=12,
+        acceptance=0.8,
+        vocabulary=60,
+        requests=(
+            RequestDraw(id="alice", prompt=stem, max_tokens=10, k=4),
+            RequestDraw(id="bob", prompt=stem, max_tokens=8, k=4, at=12),
+            RequestDraw(id="carol", prompt=(*stem[:14], 3, 3), max_tokens=6, k=4, at=14),
+        ),
+    )
+
+
+def show_demo(console: Console, seed: int) -> None:
+    _show_run(console, seed)
+    _show_campaign(console, seed)
+    _show_bug(console, seed)
+
+
+def _show_run(console: Console, seed: int) -> None:
+    console.rule("one run")
+    scenario = demo_scenario(seed)
+    world = World(scenario)
+    console.print(
+        "A block drafter beside a target with a full and a sliding group (window 6), pages of 4 tokens.\n"
+        "bob repeats alice's prompt; carol leaves it after 14 tokens. "
+        "[green]accepted drafts[/green] · [cyan]the target's own token[/cyan] · [dim]rejected[/dim]\n"
+    )
+    shown: dict[str, int] = {}
+
+    def show(plan: StepPlan, verdict: Verdict) -> None:
+        worker = world.workers["decode"]
+        for row, tokens in zip(plan.rows, verdict.tokens, strict=True):
+            kv = worker.kv.sequences.get(row.request)
+            if kv is not None and row.request not in shown:
+                shown[row.request] = kv.hit
+                where = (
+                    "in a copied page" if kv.hit % scenario.target[0].page_tokens else "at a page boundary"
+                )
+                note = (
+                    f"hits {kv.hit} of {len(kv.tokens)} tokens, {where}" if kv.hit else "finds nothing cached"
+                )
+                console.print(f"          [bold]{row.request}[/bold] {note}")
+            console.print(_line(plan.step, row, tokens), highlight=False)
+
+    world.watch(show)
+    result = world.run()
+    outcome = "all outputs equal the oracle's" if result.failure is None else escape(result.failure.message)
+    console.print(f"\n{result.steps} steps, {result.tokens} tokens: {outcome}\n")
+
+
+def _line(step: int, row: StepRow, tokens: tuple[int, ...]) -> str:
+    span = f"[{row.start}, {row.start + row.num_rows})"
+    if not row.samples:
+        text = "prompt rows"
+    else:
+        accepted = " ".join(map(str, tokens[:-1]))
+        rejected = row.drafts - (len(tokens) - 1)
+        text = f"[green]{accepted}[/green]{' ' if accepted else ''}[cyan]{tokens[-1]}[/cyan]"
+        text += f" [dim]{'x ' * rejected}[/dim]" if rejected else ""
+    drafts = f"drafts {row.propose}" if row.propose else ""
+    return f"step {step:3}  {row.request:6} {escape(span):10} {text:40} {drafts}"
+
+
+def _show_campaign(console: Console, seed: int) -> None:
+    console.rule(f"{CAMPAIGN_SCENARIOS} random worlds")
+    with console.status("all drafters, page sizes, windows, chunks and roles, with faults"):
+        tally = run_campaign(seed, CAMPAIGN_SCENARIOS)
+    counts = tally.as_json()
+    table = Table(show_header=False)
+    for name in (
+        "steps",
+        "tokens",
+        "violations",
+        "wrong_outputs",
+        "leaked_pages",
+        "hit_mismatches",
+        "seconds",
+    ):
+        table.add_row(name.replace("_", " "), f"{counts[name]:,}")
+    table.add_row("faults", ", ".join(f"{n} {c}" for n, c in counts["faults"].items() if c).replace("_", " "))
+    console.print(table)
+
+
+def _show_bug(console: Console, seed: int) -> None:
+    console.rule("and with a bug put back")
+    mutation = MUTATIONS[0]
+    console.print(f"{mutation.story}:")
+    result = try_mutation(mutation, seed)
+    console.print(f"[red]{escape(result.message)}[/red]")
+    console.print(
+        "\nMore: [bold]outrider sim --mutations[/bold], [bold]outrider sim --seed 7 --scenarios 2000[/bold]"
+    )

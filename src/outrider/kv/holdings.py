@@ -1,0 +1,275 @@
+"""Which sequence holds which pages: the moves that the manager's rules are made of.
+
+Every move keeps three things in step: the ledger, the references in the pool, and what the next plan must
+tell the runner. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.kv.admission import Seating
+from outrider.kv.intervals import Interval, page_count
+from outrider.kv.layout import KVLayout
+from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
+from outrider.kv.loading import run_start
+from outrider.kv.observer import KVObserver
+from outrider.kv.pages import SINK
+from outrider.kv.plan import KVPlan, PageAssignment, PageCopy
+from outrider.kv.pool import PagePool
+
+NEVER = 1 << 62
+
+GroupSizes = list[tuple[int, int]]
+"""(group, page_tokens), so that loops over groups look nothing up."""
+
+
+class Holdings:
+    def __init__(self, layout: KVLayout, pool: PagePool, observer: KVObserver | None) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.target: GroupSizes = [(g, layout.groups[g].page_tokens) for g in layout.target_groups]
+        self.draft: GroupSizes = [(g, layout.groups[g].page_tokens) for g in layout.draft_groups]
+        self._both = self.target + self.draft
+        self._observer = observer
+        self._assignments: list[PageAssignment] = []
+        self._copies: list[PageCopy] = []
+        self._copy_sources: list[tuple[int, int]] = []
+        """(group, page): held until the step that copies completes."""
+        self._copying: list[SequenceKV] = []
+        """Sequences with a copy that no plan has taken yet."""
+        self._forgotten: list[str] = []
+
+    def groups(self, sequence: SequenceKV) -> GroupSizes:
+        """The groups that the sequence has."""
+        return self._both if sequence.drafting else self.target
+
+    # ---- taking ------------------------------------------------------------------------------------
+
+    def hold(self, seats: list[Seating]) -> None:
+        """Hold what the search found, before anything is taken: taking may evict it."""
+        for seat in seats:
+            self.pool.retain(seat.view.group, seat.placement.shared)
+            for _, source, _ in seat.placement.copied:
+                self.pool.retain_source(seat.view.group, source)
+
+    def let_go(self, seats: list[Seating]) -> None:
+        """Undo hold()."""
+        for seat in seats:
+            self.pool.release(seat.view.group, seat.placement.shared[::-1])
+            for _, source, _ in seat.placement.copied:
+                self.pool.release_source(seat.view.group, source)
+
+    def require(self, seats: list[Seating]) -> None:
+        """Raise OutOfPages unless every fresh page that the seats ask for can be had."""
+        self.pool.require([(seat.view.group, seat.num_fresh) for seat in seats])
+
+    def fill(self, sequence: SequenceKV, seat: Seating) -> None:
+        """Put pages in place; fresh ones were required before."""
+        g, size, placement = seat.view.group, seat.view.page_tokens, seat.placement
+        first = placement.first_page
+        spare = self.pool.acquire(g, seat.num_fresh)
+        filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
+        if self._observer:
+            for offset, page in enumerate(placement.pages):
+                if page is not None:
+                    self._observer.shared(sequence, g, first + offset, page, size)
+            for number, source, slots in placement.copied:
+                self._observer.shared(sequence, g, number, source, slots)
+        for number, source, slots in placement.copied:
+            self.copy_later(sequence, g, source, filled[number - first], 0, slots)
+        for load in placement.loads:
+            sequence.loads[load] = LoadState.PENDING
+        if not seat.pull.empty:
+            sequence.loads[Load(g, seat.pull, None)] = LoadState.PENDING
+        sequence.groups[g].place(first, filled, low=placement.low, published=placement.published)
+
+    def missing(self, sequence: SequenceKV, groups: GroupSizes, end: int) -> list[tuple[int, int]]:
+        """(group, pages) that are not held yet up to `end`."""
+        missing = []
+        for g, size in groups:
+            count = -(-end // size) - len(sequence.groups[g].pages)
+            if count > 0:
+                missing.append((g, count))
+        return missing
+
+    def grow(self, sequence: SequenceKV, missing: list[tuple[int, int]]) -> None:
+        """Append fresh pages, which were required before."""
+        for g, count in missing:
+            state = sequence.groups[g]
+            pages = self.pool.acquire(g, count)
+            first = len(state.pages)
+            self._assignments.append(PageAssignment(sequence.id, g, first, tuple(pages), state.low))
+            state.pages += pages
+        self.measure_room(sequence)
+
+    def share(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
+        """Give the child the parent's slots below `end`: whole pages by reference, the last one by copy."""
+        partial = [g for g, size in groups if end % size and parent.groups[g].low < end]
+        self.pool.require([(g, 1) for g in partial])
+        for g, size in groups:
+            state, whole = parent.groups[g], end // size
+            pages = state.pages[state.first_page : whole]
+            self.pool.retain(g, pages)
+            if g in partial:
+                source, start = state.pages[whole], whole * size
+                self.pool.retain_source(g, source)
+                (fresh,) = self.pool.acquire(g, 1)
+                self.copy_later(child, g, source, fresh, max(0, state.low - start), end - start)
+                pages = [*pages, fresh]
+            first, low = min(state.first_page, whole), min(state.low, end)
+            published = max(first, min(whole, state.published), page_count(low, size))
+            child.groups[g].place(first, pages, low=low, published=published)
+
+    def own_page(self, sequence: SequenceKV, g: int, size: int, end: int) -> None:
+        """Make the page that position `end` lies in the sequence's own, if others read it."""
+        state, arena = sequence.groups[g], self.pool.arena(g)
+        number = end // size
+        if end % size == 0 or not state.first_page <= number < len(state.pages):
+            return
+        page = state.pages[number]
+        if arena.refs[page] == 1 and not arena.published[page]:
+            return
+        (fresh,) = self.pool.acquire(g, 1)
+        self.pool.retain_source(g, page)
+        start = number * size
+        self.copy_later(sequence, g, page, fresh, max(0, state.low - start), end - start)
+        state.pages[number] = fresh
+        self.pool.release(g, [page])
+        self.assign(sequence, g, number)
+
+    def copy_later(
+        self, sequence: SequenceKV, g: int, source: int, destination: int, first: int, stop: int
+    ) -> None:
+        """The next plan copies; the source, which the caller holds, is let go when that step completes."""
+        self._copies.append(PageCopy(g, source, destination, first, stop))
+        self._copy_sources.append((g, source))
+        sequence.copy_step = NEVER
+        self._copying.append(sequence)
+
+    # ---- giving back -------------------------------------------------------------------------------
+
+    def give_back(self, g: int, pages: Sequence[int]) -> None:
+        """Let go of pages of one group; those nearest the end are evicted first."""
+        held = [page for page in reversed(pages) if page != SINK]
+        if self._copies and held:
+            # A copy that no plan has taken must not land in a page that is somebody else's by then.
+            arena_of, arena = self.layout.arena_of, self.layout.arena_of[g]
+            gone = set(held)
+            self._copies = [
+                copy for copy in self._copies if arena_of[copy.group] != arena or copy.destination not in gone
+            ]
+        self.pool.release(g, held)
+
+    def cut(self, sequence: SequenceKV, g: int, size: int, end: int) -> None:
+        """Hold nothing past the page of position end - 1."""
+        state = sequence.groups[g]
+        keep = max(page_count(end, size), state.first_page)
+        if keep < len(state.pages):
+            self.give_back(g, state.pages[keep:])
+            del state.pages[keep:]
+
+    def free_front(self, g: int, state: GroupPages, stop: int) -> None:
+        """Hold nothing before page number `stop`."""
+        stop = min(stop, len(state.pages))
+        if stop > state.first_page:
+            freed = state.pages[state.first_page : stop]
+            state.pages[state.first_page : stop] = [SINK] * len(freed)
+            state.first_page = stop
+            self.give_back(g, freed)
+
+    def keep_run(self, sequence: SequenceKV, g: int, size: int, parts: Sequence[Interval], end: int) -> None:
+        """Of the parts that are held keep the run that stops at `end`, if there is one."""
+        state, low = sequence.groups[g], run_start(parts, end)
+        if low < end:
+            self.cut(sequence, g, size, end)
+            state.low = low
+        else:
+            self.give_back(g, state.held())
+            state.place(end // size, (), low=end, published=page_count(end, size))
+
+    def set_aside(self, sequence: SequenceKV, load: Load) -> list[int]:
+        """Quarantine the pages that a lost transfer may still write to."""
+        state, size = sequence.groups[load.group], self.layout.groups[load.group].page_tokens
+        numbers = range(load.interval.start // size, page_count(load.interval.end, size))
+        pages = [state.pages[number] for number in numbers]
+        self.pool.quarantine(load.group, pages)
+        for number in numbers:
+            state.pages[number] = SINK
+        return pages
+
+    def return_all(self, sequence: SequenceKV) -> None:
+        """The sequence holds nothing any more."""
+        for g, state in enumerate(sequence.groups):
+            self.give_back(g, state.held())
+        sequence.reset(len(self.layout.groups))
+        if self._observer:
+            self._observer.ended(sequence)
+
+    def forget(self, sequence: SequenceKV) -> None:
+        """Tell the runner that the sequence is gone."""
+        self._forgotten.append(sequence.id)
+
+    # ---- what follows from it ----------------------------------------------------------------------
+
+    def measure_room(self, sequence: SequenceKV) -> None:
+        """How far each owner's pages reach, and where its last page starts."""
+        groups = sequence.groups
+        room, last = NEVER, -1
+        for g, size in self.target:
+            end = len(groups[g].pages) * size
+            room, last = min(room, end), max(last, end - size)
+        sequence.target_room, sequence.target_last_page_start = room, last
+        room, last = NEVER, -1
+        if sequence.drafting:
+            for g, size in self.draft:
+                end = len(groups[g].pages) * size
+                room, last = min(room, end), max(last, end - size)
+        sequence.draft_room, sequence.draft_last_page_start = room, last
+
+    def assign(self, sequence: SequenceKV, g: int, first_page: int = 0) -> None:
+        """Tell the runner about the table of one group from a page number on."""
+        state = sequence.groups[g]
+        pages = tuple(state.pages[first_page:])
+        self._assignments.append(PageAssignment(sequence.id, g, first_page, pages, state.low))
+
+    def assign_all(self, sequence: SequenceKV) -> None:
+        for g, _size in self.groups(sequence):
+            self.assign(sequence, g)
+
+    def copies_outstanding(self, sequence: SequenceKV) -> bool:
+        """Does a page of the sequence still wait for its copy? Until then nothing of it may be published."""
+        return sequence.copy_step > self.pool.last_completed
+
+    def take_plan(self, step: int) -> KVPlan:
+        """Everything that changed since the last plan; from now on `step` is in flight."""
+        plan = KVPlan(
+            step=step,
+            assignments=tuple(self._assignments),
+            copies=tuple(self._copies),
+            forgotten=tuple(self._forgotten),
+        )
+        self.pool.begin(step)
+        for g, page in self._copy_sources:
+            self.pool.release_source(g, page)  # deferred: this very step still reads it
+        for sequence in self._copying:
+            if sequence.copy_step == NEVER:
+                sequence.copy_step = step
+        self._assignments, self._copies, self._copy_sources = [], [], []
+        self._copying, self._forgotten = [], []
+        return plan
+
+    def count_references(self, sequences: Sequence[SequenceKV]) -> list[list[int]]:
+        """Per arena and page: how many holders the ledger knows of."""
+        refs = [[0] * arena.num_pages for arena in self.pool.arenas]
+        for sequence in sequences:
+            for g, state in enumerate(sequence.groups):
+                for page in state.held():
+                    refs[self.layout.arena_of[g]][page] += 1
+        for arena_index, page in self.pool.pending():
+            refs[arena_index][page] += 1
+        for g, page in self._copy_sources:
+            refs[self.layout.arena_of[g]][page] += 1
+        for counted in refs:
+            counted[SINK] = 1
+        return refs

@@ -1,0 +1,48 @@
+"""How many pages one sequence can need at most: what admission refuses by, and what memory is planned by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.errors import AdmissionError
+from outrider.kv.intervals import page_count
+from outrider.kv.layout import KVConfig, KVLayout
+
+
+def worst_case_pages(
+    layout: KVLayout, config: KVConfig, total_tokens: int, k: int, *, draft: bool
+) -> list[int]:
+    """Pages per arena that a sequence could hold at once, running alone.
+
+    Counted per group: its length, or its window and the largest step; scratch; what a step in flight keeps
+    of the step before it; one page at the ragged front; and the source of a copy.
+    """
+    footprint, ahead = layout.footprint, config.steps_ahead
+    step = max(config.step_tokens, 1 + k)
+    scratch = footprint.scratch_ahead(k) + footprint.durable_lead
+    pages = [0] * len(layout.arena_page_bytes)
+    for g in range(len(layout.groups) if draft else layout.num_target):
+        spec = layout.groups[g]
+        extra = scratch if g >= layout.num_target else 0
+        length = total_tokens + extra
+        resident = spec.kind.resident_tokens(length, step * ahead, layout.margin + extra)
+        freed_late = page_count(step, spec.page_tokens) if ahead > 1 else 0
+        held = page_count(resident, spec.page_tokens) + 1 + freed_late
+        pages[layout.arena_of[g]] += min(page_count(length, spec.page_tokens), held) + 1
+    return pages
+
+
+def check_fits(layout: KVLayout, config: KVConfig, id: str, total_tokens: int, k: int) -> None:
+    """Refuse a sequence whose target groups could never be held."""
+    worst = worst_case_pages(layout, config, total_tokens, k, draft=False)
+    for arena, (needed, pages) in enumerate(zip(worst, config.arena_pages, strict=True)):
+        if needed > pages - 1:
+            raise AdmissionError(
+                f"request {id!r} may grow to {total_tokens} tokens and needs up to {needed} pages of arena "
+                f"{arena} ({layout.arena_page_bytes[arena]} bytes each), which has {pages - 1}; shorten the "
+                "prompt, lower max_tokens, or give the KV cache more memory"
+            )
+
+
+def fits(worst: Sequence[int], config: KVConfig) -> bool:
+    return all(needed <= pages - 1 for needed, pages in zip(worst, config.arena_pages, strict=True))
