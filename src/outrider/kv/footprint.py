@@ -225,7 +225,7 @@ class KVFootprint:
         and one token of the remaining ones always comes from the target.
         """
         k = min(k, max_model_len - v - 1, remaining_tokens - 1)
-        if self.max_len is not None:
+        if self.max_len is not None and self.groups:
             k = min(k, self.max_len - v - self.scratch_extra)
         return max(0, k)
 

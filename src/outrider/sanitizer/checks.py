@@ -125,9 +125,7 @@ class Sanitizer(KVObserver):
         for page in pages:
             shadow = self._pages[arena][page]
             if page == SINK or shadow.refs or shadow.quarantined:
-                self._fail(
-                    "I5", "a page was handed out that is not free", page=page, writer=shadow.writers[0]
-                )
+                self._fail("I5", "a page was handed out that is not free", page=page, writer=shadow.writers[0])
             shadow.refs = 1
             shadow.clear(self._slots[arena])
 
@@ -339,9 +337,7 @@ class Sanitizer(KVObserver):
         writer = Writer("-", self.step, f"copy of page {copy.source}")
         target.writers[span] = [writer] * (copy.stop - copy.first)
 
-    def read(
-        self, request: str, group: int, interval: Interval, table: Sequence[int], *, scratch_from: int
-    ) -> None:
+    def read(self, request: str, group: int, interval: Interval, table: Sequence[int], *, scratch_from: int) -> None:
         """I3: durable slots of this identity below scratch_from, own scratch of this step from there on."""
         size, reach = self.layout.groups[group].page_tokens, self._reach[group]
         upto = self._run[request].extend()
@@ -470,9 +466,7 @@ class Sanitizer(KVObserver):
         """Identities of scratch at [start, start + len(tokens)) that consumed these drafts."""
         return self._run[request].beyond(start, tokens)
 
-    def fed(
-        self, request: str, group: int, interval: Interval, table: Sequence[int], *, rows: Interval
-    ) -> None:
+    def fed(self, request: str, group: int, interval: Interval, table: Sequence[int], *, rows: Interval) -> None:
         """Durable slots written from committed tokens, and from the taps of the target rows of this step."""
         if self.layout.footprint.taps and not rows.covers(interval):
             self._fail(
@@ -493,9 +487,7 @@ class Sanitizer(KVObserver):
             )
         self.write(request, group, interval, table, "feed", ids=ids, durable=True)
 
-    def became_durable(
-        self, request: str, group: int, interval: Interval, table: Sequence[int], *, keep: bool
-    ) -> None:
+    def became_durable(self, request: str, group: int, interval: Interval, table: Sequence[int], *, keep: bool) -> None:
         """Scratch whose tokens were accepted. With `keep` it must already carry the right identity."""
         size = self.layout.groups[group].page_tokens
         ids = self.identities(request, group, interval)
@@ -585,9 +577,7 @@ class Sanitizer(KVObserver):
                 position=end,
             )
         if state.low > low:
-            self._fail(
-                "I8", "a draft group lost its beginning", request=sequence.id, group=group, position=state.low
-            )
+            self._fail("I8", "a draft group lost its beginning", request=sequence.id, group=group, position=state.low)
 
     def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
         """I9: a full durable page that a hit may need is in the index, as this page or as an equal one."""

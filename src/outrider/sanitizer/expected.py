@@ -53,17 +53,12 @@ class ExpectedHits:
         if tap_rows and any(
             runs[g][end] > layout.groups[g].kind.needed(end, tap_rows).start for g in layout.target_groups
         ):
-            found = {
-                group: run if run is not None and run.end == end else None for group, run in found.items()
-            }
+            found = {group: run if run is not None and run.end == end else None for group, run in found.items()}
             fed_from = end
         return Hit(
             end,
             end - fed_from,
-            tuple(
-                Interval(fed_from if run is None else min(run.start, fed_from), fed_from)
-                for run in found.values()
-            ),
+            tuple(Interval(fed_from if run is None else min(run.start, fed_from), fed_from) for run in found.values()),
         )
 
     def _runs(self, group: int, hashes: Sequence[int], limit: int) -> list[int]:

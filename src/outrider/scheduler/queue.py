@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from outrider.scheduler.request import Request, State
+from outrider.scheduler.request import Request
 
 Rank = tuple[bool, int, int]
 
 
 class WaitingQueue:
-    """A heap. Requests that leave it otherwise (aborted) are skipped when they come up."""
+    """A heap. Entries of requests that left it are dropped when they come up, or when too many are dead."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, int, Request]] = []
@@ -25,26 +25,24 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         self._pushes += 1
         self._live += 1
+        request.queue_entry = self._pushes
         heappush(self._heap, (request.rank, self._pushes, request))
 
     def peek(self) -> Request | None:
+        """Whoever ranks first, without taking it off."""
         while self._heap:
-            request = self._heap[0][2]
-            if request.state is State.WAITING:
+            _rank, entry, request = self._heap[0]
+            if request.queue_entry == entry:
                 return request
             heappop(self._heap)
         return None
 
-    def pop(self) -> None:
-        """Remove what peek() returned."""
-        heappop(self._heap)
-        self._live -= 1
-
     def forget(self, request: Request) -> None:
-        """The request no longer waits. Its entry goes when it comes up, or when too many are dead."""
+        """The request no longer waits."""
+        request.queue_entry = 0
         self._live -= 1
         if len(self._heap) > 2 * self._live + 64:
-            self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
+            self._heap = [item for item in self._heap if item[2].queue_entry == item[1]]
             heapify(self._heap)
 
 

@@ -65,9 +65,7 @@ class RequestSpec:
         if self.max_tokens < 1:
             raise RequestError(f"request {self.id!r}: max_tokens must be at least 1, got {self.max_tokens}")
         if self.k < 0:
-            raise RequestError(
-                f"request {self.id!r}: k must not be negative, got {self.k}; 0 turns drafting off"
-            )
+            raise RequestError(f"request {self.id!r}: k must not be negative, got {self.k}; 0 turns drafting off")
         if self.n < 1:
             raise RequestError(f"request {self.id!r}: n must be at least 1, got {self.n}")
         if not 0 <= self.prefilled_tokens < len(self.prompt):
@@ -95,6 +93,8 @@ class Request:
     drafts: int = 0
     """Drafts that wait for verification."""
     proposed: int = 0
+    queue_entry: int = 0
+    """Its place in the waiting queue, or 0 when it does not wait."""
     planned_step: int = -1
     """The last step that counts on this request."""
     flight: list[StepRow] = field(default_factory=list)

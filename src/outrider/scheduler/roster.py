@@ -1,0 +1,93 @@
+"""Who waits, who loads and who runs; and the moves between them."""
+
+from __future__ import annotations
+
+from outrider.kv.manager import KVManager
+from outrider.scheduler.queue import RunningList, WaitingQueue
+from outrider.scheduler.request import Request, State
+
+
+class Roster:
+    """Keeps a request's state, the list it is on, and its KV in step."""
+
+    def __init__(self, kv: KVManager, *, protect_after: int) -> None:
+        self.requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.prefilling = RunningList()
+        self.decoding = RunningList()
+        self.loading: dict[str, Request] = {}
+        self.num_preemptions = 0
+        self._kv = kv
+        self._protect_after = protect_after
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def enter(self, request: Request) -> None:
+        self.requests[request.id] = request
+        self.waiting.push(request)
+
+    def leave(self, request: Request) -> None:
+        """Take the request off whatever list it is on. The caller gives it its next state."""
+        if request.state is State.WAITING:
+            self.waiting.forget(request)
+        elif request.state is State.LOADING:
+            del self.loading[request.id]
+        elif request.state is State.PREFILLING:
+            self.prefilling.remove(request)
+        elif request.state is State.DECODING:
+            self.decoding.remove(request)
+
+    def wait_again(self, request: Request) -> None:
+        self.leave(request)
+        request.state = State.WAITING
+        self.waiting.push(request)
+
+    def load(self, request: Request) -> None:
+        self.leave(request)
+        request.state = State.LOADING
+        self.loading[request.id] = request
+
+    def prefill(self, request: Request) -> None:
+        self.leave(request)
+        request.state = State.PREFILLING
+        self.prefilling.add(request)
+
+    def decode(self, request: Request) -> None:
+        self.leave(request)
+        request.state = State.DECODING
+        self.decoding.add(request)
+
+    def hold(self, request: Request) -> None:
+        """Done here, kept until a peer has fetched it."""
+        self.leave(request)
+        request.state = State.HELD
+
+    def finish(self, request: Request, reason: str) -> list[tuple[int, list[int]]]:
+        """The request is gone. Returns pages that a transfer in flight may still write to."""
+        aside = self._kv.abandon_loading(request.kv) if request.state is State.LOADING else []
+        self.leave(request)
+        request.state = State.FINISHED
+        request.finish = reason
+        self._kv.close(request.kv)
+        del self.requests[request.id]
+        return aside
+
+    def last_running(self) -> Request | None:
+        """Whoever ranks last among those that run."""
+        candidates = [c for c in (self.decoding.last(), self.prefilling.last()) if c is not None]
+        return max(candidates, key=lambda c: c.rank, default=None)
+
+    def preempt(self, victim: Request) -> None:
+        """Recompute it later. After a few times it is protected: it then goes before all unprotected ones."""
+        self.leave(victim)
+        self._kv.release(victim.kv)
+        victim.epoch += 1
+        victim.preemptions += 1
+        victim.drafts = victim.proposed = 0
+        victim.fresh, victim.stalled = True, False
+        victim.protected = victim.preemptions >= self._protect_after
+        victim.state = State.WAITING
+        self.waiting.push(victim)
+        self.num_preemptions += 1
