@@ -231,11 +231,10 @@ class Engine:
         accepts: Callable[[Random, int], int] = lambda rng, drafts: rng.randint(0, drafts),
         proposes: Callable[[Random, int], int] = lambda rng, planned: planned,
         inspect: Callable[[StepPlan], None] = lambda plan: None,
-        scheduler: type[Scheduler] = Scheduler,
         **config: Any,
     ) -> None:
         self.kv = kv
-        self.scheduler = scheduler(SchedulerConfig(**config), kv)
+        self.scheduler = Scheduler(SchedulerConfig(**config), kv)
         self.rng = Random(seed)
         self.text: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}

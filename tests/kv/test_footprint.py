@@ -120,7 +120,9 @@ def test_reservation_without_proposing_still_holds_the_durable_lead() -> None:
 @pytest.mark.parametrize("max_len", [None, 20, 25])
 def test_fit_is_the_largest_k_that_meets_all_three_limits(method: str, max_len: int | None) -> None:
     footprint = drafter(method, max_len=max_len) if method != "none" else NO_DRAFTER
-    drafter_limit = 10**9 if footprint.max_len is None else footprint.max_len
+    # A drafter that stores nothing has no limit of its own.
+    limited = footprint.max_len is not None and footprint.groups
+    drafter_limit = footprint.max_len if limited else 10**9
     for k in range(6):
         for v in range(28):
             for model_limit in (22, 30):

@@ -13,6 +13,7 @@ from outrider.kv.intervals import page_count
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.pages import SINK
 from outrider.kv.plan import PageCopy
+from outrider.kv.sizing import worst_case_pages
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     OTHER,
@@ -441,7 +442,7 @@ def test_what_was_admitted_runs_to_its_end_in_exactly_the_worst_case(method: str
     for total, k, step in ((40, 0, 8), (61, 3, 16), (33, 5, 3)):
         config = {"step_tokens": step, "footprint": drafter(method, page=4)}
         probe = make_manager(group, pages=500, **config)
-        worst = probe.worst_case_pages(total, k, draft=bool(probe.layout.draft_groups))
+        worst = worst_case_pages(probe.layout, probe.config, total, k, draft=True)
         kv = make_manager(group, pages=tuple(worst), **config)
         hand = Hand(kv)
         sequence = hand.open(ids(total // 2), total=total, k=k)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
+from typing import NamedTuple
 
 import pytest
 
 from outrider.kv import NO_DRAFTER, KVFootprint
-from outrider.scheduler import Request, Scheduler, State, StepPlan
+from outrider.kv.sizing import worst_case_pages
+from outrider.scheduler import Request, State, StepPlan
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     Engine,
@@ -50,17 +53,26 @@ def rows_by_request(plan: StepPlan):
     return found
 
 
-class Preempted(Scheduler):
-    """Notes every preemption: who was taken, and who was running then."""
+class Preemption(NamedTuple):
+    victim: Request
+    running: list[Request]
+    drafting: bool
+    """Did the victim hold draft pages?"""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.taken: list[tuple[Request, list[Request], bool]] = []
 
-    def _preempt(self, victim: Request) -> None:
-        running = [r for r in self.requests.values() if r.state in (State.PREFILLING, State.DECODING)]
-        self.taken.append((victim, running, victim.kv.drafting))
-        super()._preempt(victim)
+def note_preemptions(engine: Engine) -> list[Preemption]:
+    """Every preemption from now on, as it was decided."""
+    roster = engine.scheduler.roster
+    noted: list[Preemption] = []
+    preempt = roster.preempt
+
+    def note(victim: Request) -> None:
+        running = [r for r in roster.requests.values() if r.state in (State.PREFILLING, State.DECODING)]
+        noted.append(Preemption(victim, running, victim.kv.drafting))
+        preempt(victim)
+
+    roster.preempt = note  # type: ignore[method-assign]
+    return noted
 
 
 # ---- the text, the budget and the pages, whatever happens ----------------------------------------------
@@ -126,7 +138,7 @@ def test_whatever_was_admitted_finishes_even_in_the_smallest_arena(
     target = (full(page=4),) if window is None else (sliding(window, page=4),)
     options = {"page": 4, "step_in_flight": step_in_flight, "target": target, "step_tokens": 8}
     probe = make_engine(method, **options).kv
-    worst = probe.worst_case_pages(36, 3, draft=True)
+    worst = worst_case_pages(probe.layout, probe.config, 36, 3, draft=True)
     engine = make_engine(
         method, **options, pages=tuple(worst), max_num_batched_tokens=24, max_num_seqs=6, max_chunk_tokens=8
     )
@@ -286,14 +298,13 @@ def test_requests_are_taken_by_priority_and_then_by_arrival() -> None:
 
 
 def test_preemption_takes_the_last_ranked_request() -> None:
-    engine = make_engine(pages=16, max_num_seqs=8, scheduler=Preempted, protect_after_preemptions=99)
+    engine = make_engine(pages=16, max_num_seqs=8, protect_after_preemptions=99)
+    noted = note_preemptions(engine)
     for number, priority in enumerate((1, 0, 2, 0, 2, 1)):
         engine.add(f"r{number}", ids(12, seed=number), max_tokens=30, priority=priority)
     engine.run()
-    scheduler = engine.scheduler
-    assert isinstance(scheduler, Preempted)
-    assert len(scheduler.taken) >= 3
-    for victim, running, _drafting in scheduler.taken:
+    assert len(noted) >= 3
+    for victim, running, _drafting in noted:
         assert (victim.spec.priority, victim.arrival) == max((r.spec.priority, r.arrival) for r in running)
     for number in range(6):
         assert engine.text[f"r{number}"] == reference_text(ids(12, seed=number), 30)
@@ -301,19 +312,18 @@ def test_preemption_takes_the_last_ranked_request() -> None:
 
 
 def test_a_request_that_was_preempted_often_is_protected() -> None:
-    engine = make_engine(pages=16, max_num_seqs=8, scheduler=Preempted, protect_after_preemptions=2)
+    engine = make_engine(pages=16, max_num_seqs=8, protect_after_preemptions=2)
+    noted = note_preemptions(engine)
     for number in range(8):
         engine.add(f"r{number}", ids(12, seed=number), max_tokens=40)
-    scheduler = engine.scheduler
-    assert isinstance(scheduler, Preempted)
     seen_protected = False
-    while scheduler.requests:
+    while engine.scheduler.requests:
         engine.step()
-        for request in scheduler.requests.values():
+        for request in engine.scheduler.requests.values():
             assert request.protected == (request.preemptions >= 2)
             seen_protected |= request.protected
     assert seen_protected
-    for victim, running, _drafting in scheduler.taken:
+    for victim, running, _drafting in noted:
         if victim.preemptions > 2:
             # Only another protected request of better rank could take its pages.
             assert any(r.protected and r.arrival < victim.arrival for r in running)
@@ -349,7 +359,7 @@ def test_without_protection_that_stream_would_starve_it() -> None:
 def test_draft_groups_are_dropped_before_anything_is_preempted(method: str, step_in_flight: bool) -> None:
     """One arena for both; the target alone fits, target and drafter together do not."""
     engine = make_engine(
-        method, pages=26, max_num_seqs=8, scheduler=Preempted, step_in_flight=step_in_flight, step_tokens=64
+        method, pages=26, max_num_seqs=8, step_in_flight=step_in_flight, step_tokens=64
     )
     for number in range(4):
         engine.add(f"r{number}", ids(20, seed=number), max_tokens=20, k=3)
@@ -362,13 +372,13 @@ def test_draft_groups_are_dropped_before_anything_is_preempted(method: str, step
 
 @pytest.mark.parametrize("method", METHODS_WITH_KV)
 def test_nobody_is_preempted_while_it_still_has_draft_pages_there(method: str) -> None:
-    engine = make_engine(method, pages=24, max_num_seqs=8, scheduler=Preempted)
+    engine = make_engine(method, pages=24, max_num_seqs=8)
+    noted = note_preemptions(engine)
     for number in range(8):
         engine.add(f"r{number}", ids(20, seed=number), max_tokens=30, k=3)
     engine.run()
-    assert isinstance(engine.scheduler, Preempted)
-    assert engine.scheduler.taken
-    assert not any(drafting for _victim, _running, drafting in engine.scheduler.taken)
+    assert noted
+    assert not any(preemption.drafting for preemption in noted)
 
 
 def test_a_full_draft_arena_never_delays_the_target() -> None:
@@ -427,7 +437,7 @@ def test_a_request_that_ended_in_the_step_before_is_taken_out_of_the_plan() -> N
 
 @pytest.mark.parametrize("method", ["draft_model", "dflash"])
 def test_pages_of_a_preempted_request_are_not_reused_under_the_step_that_reads_them(method: str) -> None:
-    engine = make_engine(method, pages=20, max_num_seqs=8, step_in_flight=True, scheduler=Preempted, step_tokens=32)
+    engine = make_engine(method, pages=20, max_num_seqs=8, step_in_flight=True, step_tokens=32)
     for number in range(8):
         engine.add(f"r{number}", ids(14, seed=number), max_tokens=24, k=2)
     engine.run()
@@ -569,8 +579,6 @@ def test_a_forks_name_that_is_taken_does_not_bring_down_the_step() -> None:
 
 def bytecodes_of_one_schedule(waiting: int) -> int:
     """How many bytecodes one steady schedule() executes, with so many requests in the queue."""
-    import sys
-
     engine = make_engine("eagle", max_num_seqs=4, max_num_batched_tokens=64)
     for number in range(4 + waiting):
         engine.add(f"r{number}", ids(4, seed=number), max_tokens=50, k=2)
@@ -609,4 +617,4 @@ def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:
         engine.add(f"r{number}", ids(4), max_tokens=4)
         engine.scheduler.abort(f"r{number}")
     assert engine.scheduler.num_waiting == 0
-    assert len(engine.scheduler._waiting._heap) < 200
+    assert len(engine.scheduler.roster.waiting._heap) < 200

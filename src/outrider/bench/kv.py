@@ -82,8 +82,7 @@ class Workload:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.shared_tokens <= self.prompt_tokens:
             raise ConfigError(
-                f"shared_tokens must lie between 0 and prompt_tokens ({self.prompt_tokens}), "
-                f"got {self.shared_tokens}"
+                f"shared_tokens must lie between 0 and prompt_tokens ({self.prompt_tokens}), got {self.shared_tokens}"
             )
 
     @property
@@ -144,9 +143,7 @@ class Served:
     @property
     def us_per_request_step_pure_decode(self) -> float:
         if not self.pure_request_steps:
-            raise ConfigError(
-                "no step of this workload was pure decoding; raise generated_tokens or lower running"
-            )
+            raise ConfigError("no step of this workload was pure decoding; raise generated_tokens or lower running")
         return 1e6 * self.pure_seconds / self.pure_request_steps
 
 
@@ -159,9 +156,7 @@ class Tokens:
         own = workload.prompt_tokens - workload.shared_tokens
         self.prompts = [shared + self._draw(own) for _ in range(workload.requests)]
         longest = workload.k + 1
-        self._sampled = [
-            cycle([tuple(self._draw(length)) for _ in range(1009)]) for length in range(longest + 1)
-        ]
+        self._sampled = [cycle([tuple(self._draw(length)) for _ in range(1009)]) for length in range(longest + 1)]
 
     def _draw(self, count: int) -> list[int]:
         return array("H", self._random.randbytes(2 * count)).tolist()
@@ -185,12 +180,8 @@ class Tokens:
 def layout_for(workload: Workload) -> KVLayout:
     """A target of full attention, and the groups that the drafting method owns."""
     method = FOOTPRINTS.get(workload.method)
-    target = GroupSpec(
-        name="target", kind=Full(), page_tokens=workload.page_tokens, slot_bytes=TARGET_SLOT_BYTES
-    )
-    draft = GroupSpec(
-        name="draft", kind=Full(), page_tokens=workload.page_tokens, slot_bytes=DRAFT_SLOT_BYTES
-    )
+    target = GroupSpec(name="target", kind=Full(), page_tokens=workload.page_tokens, slot_bytes=TARGET_SLOT_BYTES)
+    draft = GroupSpec(name="draft", kind=Full(), page_tokens=workload.page_tokens, slot_bytes=DRAFT_SLOT_BYTES)
     shape = DrafterShape(
         groups=(draft,) if method and method.owns_kv else (),
         taps=(2, 16, 29) if method and method.reads_taps else (),
@@ -304,9 +295,7 @@ class _LongPrompt:
         self._k = workload.k
         self._length = length
         pages = 3 * page_count(length, workload.page_tokens) + 8
-        self._manager = KVManager(
-            self._layout, KVConfig(arena_pages=(pages,) * len(self._layout.arena_page_bytes))
-        )
+        self._manager = KVManager(self._layout, KVConfig(arena_pages=(pages,) * len(self._layout.arena_page_bytes)))
         self._draft = len(self._layout.draft_groups) > 0
         self._steps = 0
 
@@ -405,12 +394,9 @@ class KVBenchReport:
         return {
             "us_per_request_step": pick(run.us_per_request_step for run in main),
             "us_per_request_step_pure_decode": pick(run.us_per_request_step_pure_decode for run in main),
-            "us_per_request_step_without_speculation": pick(
-                run.us_per_request_step for run in self.served["plain"]
-            ),
+            "us_per_request_step_without_speculation": pick(run.us_per_request_step for run in self.served["plain"]),
             "lookup_32k_ms": {
-                name: pick(getattr(lookup, name) for lookup in self.lookups)
-                for name in Lookup.__dataclass_fields__
+                name: pick(getattr(lookup, name) for lookup in self.lookups) for name in Lookup.__dataclass_fields__
             },
             "scaling": scaling,
             "scaling_ratio_max": max(per_step) / per_step[0],

@@ -13,9 +13,7 @@ from outrider.kv.observer import Hit
 from outrider.kv.search import GroupView, longest_common
 
 
-def find_hit(
-    views: Sequence[GroupView], num_target: int, footprint: KVFootprint, limit: int, *, draft: bool
-) -> Hit:
+def find_hit(views: Sequence[GroupView], num_target: int, footprint: KVFootprint, limit: int, *, draft: bool) -> Hit:
     """The target's hit never depends on the drafter; the drafter takes what there is next to it."""
     target = views[:num_target]
     end = longest_common(target, limit)
@@ -26,10 +24,7 @@ def find_hit(
         return Hit(
             end,
             0,
-            tuple(
-                Interval(view.spec.kind.needed(rebuilt_from).start, rebuilt_from)
-                for view in views[num_target:]
-            ),
+            tuple(Interval(view.spec.kind.needed(rebuilt_from).start, rebuilt_from) for view in views[num_target:]),
         )
     runs = [_latest_run(view, end, footprint) for view in views[num_target:]]
     fed_from = min((run.end for run in runs if not run.empty), default=end)
@@ -160,15 +155,11 @@ def seat_target(
     return (seat_from_cache(views, holds), False) if seats is None else (seats, True)
 
 
-def seat_draft(
-    views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None
-) -> list[Seating]:
+def seat_draft(views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None) -> list[Seating]:
     """Draft groups. A run that does not start where the need does is pulled whole rather than patched."""
     runs = hit.draft
     if offered is not None and views:
-        whole = all(
-            run.start <= view.spec.kind.needed(run.end).start for view, run in zip(views, runs, strict=True)
-        )
+        whole = all(run.start <= view.spec.kind.needed(run.end).start for view, run in zip(views, runs, strict=True))
         held = runs if whole else [Interval(run.end, run.end) for run in runs]
         seats = seat_with_peer(views, held, max(end, runs[0].end), margin, offered)
         if seats is not None:

@@ -39,9 +39,7 @@ class GroupSpec:
         for field in ("page_tokens", "slot_bytes"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    f"group {self.name!r}: {field} must be a whole number of at least 1, got {value!r}"
-                )
+                raise ConfigError(f"group {self.name!r}: {field} must be a whole number of at least 1, got {value!r}")
 
     @property
     def page_bytes(self) -> int:
@@ -93,13 +91,10 @@ class KVFootprint:
             self._check_without_groups()
             return
         if self.proposing is Proposing.LOOKUP:
-            raise FootprintError(
-                f"{self.name}: a drafter that only looks up owns no groups; declare its passes"
-            )
+            raise FootprintError(f"{self.name}: a drafter that only looks up owns no groups; declare its passes")
         if self.durable_lead > 1:
             raise FootprintError(
-                f"{self.name}: durable_lead {self.durable_lead} would need tokens past the last sampled one; "
-                "use 0 or 1"
+                f"{self.name}: durable_lead {self.durable_lead} would need tokens past the last sampled one; use 0 or 1"
             )
         if self.durable_lead + self.token_reach > 1:
             raise FootprintError(
@@ -112,9 +107,7 @@ class KVFootprint:
                 "declare one or the other"
             )
         if not self.rebuild and not self.taps:
-            raise FootprintError(
-                f"{self.name}: it reads no taps, so token ids are all it is fed; declare rebuild=True"
-            )
+            raise FootprintError(f"{self.name}: it reads no taps, so token ids are all it is fed; declare rebuild=True")
         if self.rebuild and self.token_reach:
             raise FootprintError(f"{self.name}: a drafter fed from token ids alone reads no later token")
         if self.keeps_accepted and self.proposing is Proposing.BLOCK:

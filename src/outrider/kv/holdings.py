@@ -138,9 +138,7 @@ class Holdings:
         self.pool.release(g, [page])
         self.assign(sequence, g, number)
 
-    def copy_later(
-        self, sequence: SequenceKV, g: int, source: int, destination: int, first: int, stop: int
-    ) -> None:
+    def copy_later(self, sequence: SequenceKV, g: int, source: int, destination: int, first: int, stop: int) -> None:
         """The next plan copies; the source, which the caller holds, is let go when that step completes."""
         self._copies.append(PageCopy(g, source, destination, first, stop))
         self._copy_sources.append((g, source))

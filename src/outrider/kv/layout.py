@@ -45,9 +45,7 @@ class KVLayout:
         page_bytes = tuple(sorted({group.page_bytes for group in groups}))
         sizes = [group.page_tokens for group in groups]
         owners = [None] * len(self.target) + [self.footprint] * len(self.footprint.groups)
-        tags = tuple(
-            group_tag(group, reach=reach[number], owner=owners[number]) for number, group in enumerate(groups)
-        )
+        tags = tuple(group_tag(group, reach=reach[number], owner=owners[number]) for number, group in enumerate(groups))
         derived = {
             "groups": groups,
             "num_target": len(self.target),
@@ -70,9 +68,7 @@ class KVLayout:
         return spec.kind.retains(page, alignment=self.alignment, margin=self.margin)
 
     def _retains_all(self, group: int) -> bool:
-        pages_in_period = (
-            lcm(self.alignment, self.groups[group].page_tokens) // self.groups[group].page_tokens
-        )
+        pages_in_period = lcm(self.alignment, self.groups[group].page_tokens) // self.groups[group].page_tokens
         # One period further on, where the start of the sequence no longer makes needs shorter.
         return all(self.retains(group, number) for number in range(2 * pages_in_period))
 

@@ -88,9 +88,7 @@ class SequenceKV:
         "tokens",
     )
 
-    def __init__(
-        self, id: str, tokens: array[int], chain: Chain, num_groups: int, namespace: tuple[str, str]
-    ) -> None:
+    def __init__(self, id: str, tokens: array[int], chain: Chain, num_groups: int, namespace: tuple[str, str]) -> None:
         self.id = id
         self.namespace = namespace
         """(adapter, salt): sequences of another namespace never share anything with this one."""

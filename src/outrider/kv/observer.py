@@ -52,9 +52,7 @@ class KVObserver:
     def committing(self, sequence: SequenceKV) -> None:
         """The ledger claims a new durable end; nothing is published or freed yet."""
 
-    def published(
-        self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes
-    ) -> None: ...
+    def published(self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes) -> None: ...
 
     def already_published(self, sequence: SequenceKV, group: int, page_number: int, page: int) -> None:
         """The index holds an equal page under the key, so that this sequence's own stays private."""

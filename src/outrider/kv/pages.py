@@ -133,10 +133,6 @@ class PageArena:
         assert not free & cached and not (free | cached) & self.quarantined
         for page in range(1, self.num_pages):
             idle = page in free or page in cached or page in self.quarantined
-            assert idle == (self.refs[page] == 0), (
-                f"arena {self.index}: page {page} is in two places, or in none"
-            )
-            assert not (page in free and self.published[page]), (
-                f"arena {self.index}: free page {page} is published"
-            )
+            assert idle == (self.refs[page] == 0), f"arena {self.index}: page {page} is in two places, or in none"
+            assert not (page in free and self.published[page]), f"arena {self.index}: free page {page} is published"
         assert self.refs[SINK] == 1 and not self.published[SINK]

@@ -9,9 +9,7 @@ from outrider.kv.intervals import page_count
 from outrider.kv.layout import KVConfig, KVLayout
 
 
-def worst_case_pages(
-    layout: KVLayout, config: KVConfig, total_tokens: int, k: int, *, draft: bool
-) -> list[int]:
+def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: int, *, draft: bool) -> list[int]:
     """Pages per arena that a sequence could hold at once, running alone.
 
     Counted per group: its length, or its window and the largest step; scratch; what a step in flight keeps

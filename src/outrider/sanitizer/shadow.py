@@ -59,10 +59,10 @@ class Writer(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        return f"{self.what} of {self.request} at step {self.step}"
+        return "nobody" if self.step < 0 else f"{self.what} of {self.request} at step {self.step}"
 
 
-NOBODY = Writer("nobody", -1, "no write")
+NOBODY = Writer("", -1, "")
 
 
 class PageShadow:

@@ -63,10 +63,10 @@ class FakeDevice:
     # ---- one step ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> Verdict:
-        self._sanitizer.step = plan.step
+        self._sanitizer.steps.begin(plan.step)
         self.tables.apply(plan.kv)
         for copy in plan.kv.copies:
-            self._sanitizer.copied(copy)
+            self._sanitizer.steps.copied(copy)
             memory = self.memory[self.layout.arena_of[copy.group]]
             memory[copy.destination][copy.first : copy.stop] = memory[copy.source][copy.first : copy.stop]
         tokens: list[tuple[int, ...]] = []
@@ -124,12 +124,10 @@ class FakeDevice:
         for group in self.layout.target_groups:
             start = self.layout.groups[group].kind.first_key(first)
             # Below row.start everything is durable; from there on it is this step's own.
-            self._sanitizer.read(
+            self._sanitizer.steps.read(
                 row.request, group, Interval(start, row.start), tables[group], scratch_from=row.start
             )
-            self._sanitizer.write(
-                row.request, group, Interval(row.kept_from, end), tables[group], "target rows"
-            )
+            self._sanitizer.steps.write(row.request, group, Interval(row.kept_from, end), tables[group], "target rows")
 
     def _take_over(self, row: StepRow, request: DeviceRequest, sampled: tuple[int, ...]) -> tuple[int, int]:
         """Append what was sampled; slots of accepted rows are durable now."""
@@ -139,14 +137,12 @@ class FakeDevice:
         v = known + accepted
         for group in self.layout.target_groups:
             table = self.tables.table(row.request, group)
-            self._sanitizer.became_durable(row.request, group, Interval(row.start, v), table, keep=False)
+            self._sanitizer.steps.became_durable(row.request, group, Interval(row.start, v), table, keep=False)
         return v, accepted
 
     # ---- the drafter -------------------------------------------------------------------------------
 
-    def _feed(
-        self, row: StepRow, request: DeviceRequest, v: int, accepted: int, taps: dict[int, bytes]
-    ) -> None:
+    def _feed(self, row: StepRow, request: DeviceRequest, v: int, accepted: int, taps: dict[int, bytes]) -> None:
         """Write the durable slots of the drafter for newly committed tokens."""
         if not row.feeds:
             return
@@ -157,15 +153,13 @@ class FakeDevice:
             interval = Interval(interval.start, min(interval.end, row.feed_to))
         tables = {g: self.tables.table(row.request, g) for g in layout.draft_groups}
         for group, table in tables.items():
-            self._sanitizer.became_durable(row.request, group, kept, table, keep=True)
+            self._sanitizer.steps.became_durable(row.request, group, kept, table, keep=True)
             if footprint.feed_reads_kv:
-                start = max(
-                    self.tables.low(row.request, group), layout.groups[group].kind.first_key(interval.start)
-                )
-                self._sanitizer.read(
+                start = max(self.tables.low(row.request, group), layout.groups[group].kind.first_key(interval.start))
+                self._sanitizer.steps.read(
                     row.request, group, Interval(start, interval.start), table, scratch_from=interval.start
                 )
-            self._sanitizer.fed(
+            self._sanitizer.steps.fed(
                 row.request,
                 group,
                 interval,
@@ -201,7 +195,7 @@ class FakeDevice:
             durable_end = footprint.durable_end(v)
             for group, table in tables.items():
                 first = max(self.tables.low(row.request, group), self.layout.groups[group].kind.first_key(v))
-                self._sanitizer.read(
+                self._sanitizer.steps.read(
                     row.request, group, Interval(first, durable_end), table, scratch_from=durable_end
                 )
             lows = [self.tables.low(row.request, g) for g in range(len(self.layout.groups))]
@@ -223,16 +217,14 @@ class FakeDevice:
             return truth
         return (truth + 1) % self.model.vocabulary
 
-    def _write_scratch(
-        self, name: str, request: DeviceRequest, tables: dict[int, list[int]], v: int, k: int
-    ) -> None:
+    def _write_scratch(self, name: str, request: DeviceRequest, tables: dict[int, list[int]], v: int, k: int) -> None:
         footprint = self.layout.footprint
         scratch = footprint.scratch(v, k)
         ids = None
         if footprint.keeps_accepted:
-            ids = self._sanitizer.draft_identities(name, scratch.start, request.drafts[: scratch.size])
+            ids = self._sanitizer.steps.draft_identities(name, scratch.start, request.drafts[: scratch.size])
         for group, table in tables.items():
-            self._sanitizer.write(name, group, scratch, table, "propose", ids=ids)
+            self._sanitizer.steps.write(name, group, scratch, table, "propose", ids=ids)
         for number, position in enumerate(range(scratch.start, scratch.end)):
             if footprint.rebuild:
                 own = self._draft_context(name, tables, position, position)

@@ -29,6 +29,4 @@ def transfer_fate(scenario: Scenario, request: str, name: str) -> TransferFate:
         return TransferFate(delay, duplicated=True, kinds=("transfer_duplicated",))
     if choice == 2:
         return TransferFate(delay + 12, kinds=("transfer_delayed",))
-    return TransferFate(
-        delay + 34 + int(20 * chance(seed, "late", request, name)), kinds=("transfer_delayed",)
-    )
+    return TransferFate(delay + 34 + int(20 * chance(seed, "late", request, name)), kinds=("transfer_delayed",))

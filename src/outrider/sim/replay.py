@@ -40,18 +40,10 @@ class Trace:
         try:
             data: Any = json.loads(path.read_text())
         except OSError as error:
-            raise TraceError(
-                f"cannot read {path}: {error.strerror}; give the file that a failing run wrote"
-            ) from error
+            raise TraceError(f"cannot read {path}: {error.strerror}; give the file that a failing run wrote") from error
         except ValueError as error:
-            raise TraceError(
-                f"{path} is not a trace: {error}; give the file that a failing run wrote"
-            ) from error
-        if (
-            not isinstance(data, dict)
-            or data.get("format") != FORMAT
-            or not isinstance(data.get("scenario"), dict)
-        ):
+            raise TraceError(f"{path} is not a trace: {error}; give the file that a failing run wrote") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("scenario"), dict):
             raise TraceError(f"{path} is not a trace of format {FORMAT}; was it written by another version?")
         failure = data.get("failure")
         try:
@@ -124,9 +116,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
             if rest and len(rest) < len(requests):
                 yield _with_requests(scenario, rest)
     for number, fault in enumerate(scenario.faults):
-        yield replace(
-            scenario, faults=tuple(f for n, f in enumerate(scenario.faults) if n != number or f is not fault)
-        )
+        yield replace(scenario, faults=tuple(f for n, f in enumerate(scenario.faults) if n != number or f is not fault))
     if scenario.transfer_faults:
         yield replace(scenario, transfer_faults=0.0)
     if scenario.tier_share:

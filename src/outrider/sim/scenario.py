@@ -89,9 +89,7 @@ class Scenario:
         return footprint_for(
             self.method,
             DrafterShape(
-                groups=tuple(group.spec(f"draft{i}") for i, group in enumerate(draft))
-                if method.owns_kv
-                else (),
+                groups=tuple(group.spec(f"draft{i}") for i, group in enumerate(draft)) if method.owns_kv else (),
                 taps=(1, 3) if method.reads_taps else (),
                 max_len=self.drafter_max_len,
                 fingerprint="sim",
@@ -101,12 +99,8 @@ class Scenario:
     def layout(self, *, peer: bool = False) -> KVLayout:
         target, draft = self.target, self.draft
         if peer:
-            target = tuple(
-                replace(g, page_tokens=p) for g, p in zip(target, self.peer_target_pages, strict=True)
-            )
-            draft = tuple(
-                replace(g, page_tokens=p) for g, p in zip(draft, self.peer_draft_pages, strict=True)
-            )
+            target = tuple(replace(g, page_tokens=p) for g, p in zip(target, self.peer_target_pages, strict=True))
+            draft = tuple(replace(g, page_tokens=p) for g, p in zip(draft, self.peer_draft_pages, strict=True))
         specs = tuple(group.spec(f"target{i}") for i, group in enumerate(target))
         if peer and not self.peer_drafts:
             return KVLayout(target=specs)
@@ -188,12 +182,8 @@ class Drawing:
             method=method,
             target=target,
             draft=draft,
-            peer_target_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in target)
-            if split
-            else (),
-            peer_draft_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in draft)
-            if split
-            else (),
+            peer_target_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in target) if split else (),
+            peer_draft_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in draft) if split else (),
             peer_drafts=r.random() < 0.85,
             drafter_max_len=r.choice((None, None, None, r.randint(8, 70))),
             max_model_len=r.choice((256, 256, r.randint(40, 90))),
@@ -221,9 +211,7 @@ class Drawing:
         r = self.random
         page_tokens = r.choice(PAGE_SIZES)
         slot_bytes = EQUAL_PAGE_BYTES // page_tokens if self.one_arena else r.choice((1, 2))
-        return GroupDraw(
-            page_tokens=page_tokens, slot_bytes=slot_bytes, window=r.choice(WINDOWS) if sliding else 0
-        )
+        return GroupDraw(page_tokens=page_tokens, slot_bytes=slot_bytes, window=r.choice(WINDOWS) if sliding else 0)
 
     def requests(self, one_by_one: bool) -> tuple[RequestDraw, ...]:
         r = self.random
@@ -251,9 +239,7 @@ class Drawing:
             )
         return tuple(out)
 
-    def outside_faults(
-        self, requests: tuple[RequestDraw, ...], split: bool, horizon: int
-    ) -> tuple[FaultDraw, ...]:
+    def outside_faults(self, requests: tuple[RequestDraw, ...], split: bool, horizon: int) -> tuple[FaultDraw, ...]:
         r = self.random
         faults = [
             FaultDraw(at=r.randint(0, horizon), kind="abort", target=request.id)
@@ -262,9 +248,7 @@ class Drawing:
         ]
         workers = ("prefill", "decode") if split else ("decode",)
         faults += [
-            FaultDraw(at=r.randint(1, horizon), kind="death", target=worker)
-            for worker in workers
-            if r.random() < 0.12
+            FaultDraw(at=r.randint(1, horizon), kind="death", target=worker) for worker in workers if r.random() < 0.12
         ]
         return tuple(faults)
 

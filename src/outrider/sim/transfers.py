@@ -134,8 +134,8 @@ class Transfers:
         memory = worker.device.memory[worker.layout.arena_of[load.group]]
         for run in runs:
             there, here = run.source_offset, run.destination_offset
-            ids, states = source.sanitizer.slots(group, run.source_page, there, run.slots)
-            worker.sanitizer.landed(
+            ids, states = source.sanitizer.steps.slots(group, run.source_page, there, run.slots)
+            worker.sanitizer.steps.landed(
                 pull.request, load.group, run.destination_page, here, ids, states, f"{source.engine}"
             )
             values = source_memory[run.source_page][there : there + run.slots]
@@ -160,7 +160,7 @@ class Transfers:
         size = worker.layout.groups[load.group].page_tokens
         here = sequence.groups[load.group].pages[load.interval.start // size]
         count = load.interval.size
-        worker.sanitizer.landed(
+        worker.sanitizer.steps.landed(
             pull.request, load.group, here, 0, page.ids[:count], bytes([DURABLE]) * count, "tier"
         )
         worker.device.memory[worker.layout.arena_of[load.group]][here][:count] = page.values[:count]
@@ -212,6 +212,6 @@ class Transfers:
             arena = worker.kv.pool.arenas[worker.layout.arena_of[group]]
             taken = chance(self._world.scenario.seed, "tier", key) < self._world.scenario.tier_share
             if taken and arena.published[page]:
-                ids, _states = worker.sanitizer.slots(group, page, 0, size)
+                ids, _states = worker.sanitizer.steps.slots(group, page, 0, size)
                 values = worker.device.memory[arena.index][page][:size]
                 self._world.tier.put(group, key, TierPage(list(values), ids))

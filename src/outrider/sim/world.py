@@ -280,9 +280,7 @@ class World:
         self._enter_device(worker, draw.id, ticket, tokens, ticket.seed)
         self.wake(worker)
 
-    def _enter_device(
-        self, worker: Worker, name: str, ticket: Ticket, tokens: tuple[int, ...], seed: int
-    ) -> None:
+    def _enter_device(self, worker: Worker, name: str, ticket: Ticket, tokens: tuple[int, ...], seed: int) -> None:
         key = (worker.name, ticket.draw.prompt, seed)
         if key not in self._references:
             model = FakeModel(worker.layout, self.scenario.vocabulary)
@@ -324,9 +322,7 @@ class World:
             position = len(ticket.draw.prompt) + len(ticket.output)
             right = reference.token(position)
             if token != right:
-                raise WrongOutput(
-                    f"request {name} got token {token} at position {position}; the target says {right}"
-                )
+                raise WrongOutput(f"request {name} got token {token} at position {position}; the target says {right}")
             ticket.output.append(token)
             self.result.tokens += 1
 
@@ -338,9 +334,7 @@ class World:
         reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
         expected = reference.output(room, STOP_TOKENS if ticket.draw.stops else frozenset())
         if ticket.output != expected:
-            raise WrongOutput(
-                f"request {ticket.draw.id} ended after {len(ticket.output)} of {len(expected)} tokens"
-            )
+            raise WrongOutput(f"request {ticket.draw.id} ended after {len(ticket.output)} of {len(expected)} tokens")
         self.result.finished += 1
 
     def _done(self, ticket: Ticket) -> None:

@@ -23,9 +23,7 @@ class DrafterShape:
 
 
 def ngram(shape: DrafterShape) -> KVFootprint:
-    return KVFootprint(
-        name="ngram", proposing=Proposing.LOOKUP, max_len=shape.max_len, fingerprint=shape.fingerprint
-    )
+    return KVFootprint(name="ngram", proposing=Proposing.LOOKUP, max_len=shape.max_len, fingerprint=shape.fingerprint)
 
 
 def draft_model(shape: DrafterShape) -> KVFootprint:

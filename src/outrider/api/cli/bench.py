@@ -46,9 +46,7 @@ KV_HELP = (
 
 @bench_app.command("kv", help=KV_HELP)
 def bench_kv(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")] = False,
     repeats: Annotated[
         int | None,
         typer.Option(
@@ -81,9 +79,7 @@ def bench_kv(
         requests=requests or (QUICK_REQUESTS if quick else DEFAULT_REQUESTS),
         running=running,
     )
-    config = KVBenchConfig(
-        workload=workload, repeats=repeats or (QUICK_REPEATS if quick else DEFAULT_REPEATS)
-    )
+    config = KVBenchConfig(workload=workload, repeats=repeats or (QUICK_REPEATS if quick else DEFAULT_REPEATS))
     with _progress(config.measurements) as told:
         report = measure(config, told).to_json()
     if as_json:

@@ -48,9 +48,7 @@ def sim(
     ] = None,
     shrink_it: Annotated[
         bool,
-        typer.Option(
-            "--shrink", help="Make the failing scenario as small as it can be (also with --replay)."
-        ),
+        typer.Option("--shrink", help="Make the failing scenario as small as it can be (also with --replay)."),
     ] = False,
     trace_dir: Annotated[Path, typer.Option(help="Where the trace of a failing run goes.")] = Path(),
     processes: Annotated[int, typer.Option(min=0, help="Worker processes; 0: one for each core.")] = 0,
@@ -91,20 +89,14 @@ def _progress() -> Progress:
     )
 
 
-def _campaign(
-    seed: int, scenarios: int, processes: int, as_json: bool, trace_dir: Path, shrink_it: bool
-) -> None:
+def _campaign(seed: int, scenarios: int, processes: int, as_json: bool, trace_dir: Path, shrink_it: bool) -> None:
     with _progress() as progress:
         task = progress.add_task("scenarios", total=scenarios)
-        tally = run_campaign(
-            seed, scenarios, processes=processes, progress=lambda count: progress.advance(task, count)
-        )
+        tally = run_campaign(seed, scenarios, processes=processes, progress=lambda count: progress.advance(task, count))
     trace_file = None
     if tally.failures:
         index = tally.failures[0][0]
-        trace_file = _write_trace(
-            record(draw(seed, index))[1], trace_dir / f"sim-seed{seed}-{index}.json", shrink_it
-        )
+        trace_file = _write_trace(record(draw(seed, index))[1], trace_dir / f"sim-seed{seed}-{index}.json", shrink_it)
     if as_json:
         result = tally.as_json() | ({"trace": str(trace_file)} if trace_file else {})
         print(json.dumps(result))
@@ -170,9 +162,7 @@ def _mutations(seed: int, as_json: bool) -> None:
         for result in results:
             mutation = result.mutation
             verdict = (
-                f"[green]{result.invariant}[/green]"
-                if result.caught
-                else f"[red]{result.invariant or 'nothing'}[/red]"
+                f"[green]{result.invariant}[/green]" if result.caught else f"[red]{result.invariant or 'nothing'}[/red]"
             )
             table.add_row(mutation.name, mutation.lineage, mutation.invariant, verdict, str(result.steps))
         console.print(table)
@@ -220,10 +210,8 @@ def _replay(path: Path, shrink_it: bool, as_json: bool) -> None:
         }
         print(json.dumps(summary))
     else:
-        style = "green" if exact else "bold red"
-        console.print(
-            f"[{style}]{'the same run, step for step' if exact else 'NOT the same run'}[/{style}] ({result.steps} steps)"
-        )
+        verdict = "[green]the same run, step for step[/green]" if exact else "[bold red]NOT the same run[/bold red]"
+        console.print(f"{verdict} ({result.steps} steps)")
         console.print(escape(failure.message) if failure else "nothing went wrong")
     if not exact or failure is not None:
         raise typer.Exit(1)

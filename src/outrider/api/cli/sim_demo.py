@@ -58,12 +58,8 @@ def _show_run(console: Console, seed: int) -> None:
             kv = worker.kv.sequences.get(row.request)
             if kv is not None and row.request not in shown:
                 shown[row.request] = kv.hit
-                where = (
-                    "in a copied page" if kv.hit % scenario.target[0].page_tokens else "at a page boundary"
-                )
-                note = (
-                    f"hits {kv.hit} of {len(kv.tokens)} tokens, {where}" if kv.hit else "finds nothing cached"
-                )
+                where = "in a copied page" if kv.hit % scenario.target[0].page_tokens else "at a page boundary"
+                note = f"hits {kv.hit} of {len(kv.tokens)} tokens, {where}" if kv.hit else "finds nothing cached"
                 console.print(f"          [bold]{row.request}[/bold] {note}")
             console.print(_line(plan.step, row, tokens), highlight=False)
 
@@ -112,6 +108,4 @@ def _show_bug(console: Console, seed: int) -> None:
     console.print(f"{mutation.story}:")
     result = try_mutation(mutation, seed)
     console.print(f"[red]{escape(result.message)}[/red]")
-    console.print(
-        "\nMore: [bold]outrider sim --mutations[/bold], [bold]outrider sim --seed 7 --scenarios 2000[/bold]"
-    )
+    console.print("\nMore: [bold]outrider sim --mutations[/bold], [bold]outrider sim --seed 7 --scenarios 2000[/bold]")

@@ -1,0 +1,101 @@
+"""I5: who holds which page, counted apart from the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.manager import KVManager
+from outrider.kv.pages import SINK
+from outrider.sanitizer.report import Reporter
+from outrider.sanitizer.shadow import PageShadow
+
+
+class PageAccounts:
+    """The shadow of every page of one worker, and its references."""
+
+    def __init__(self, layout: KVLayout, config: KVConfig, reporter: Reporter) -> None:
+        self._layout = layout
+        self._fail = reporter.fail
+        slots = [1] * len(config.arena_pages)
+        for group, spec in enumerate(layout.groups):
+            arena = layout.arena_of[group]
+            slots[arena] = max(slots[arena], spec.page_tokens)
+        self._slots = slots
+        self.pages = [
+            [PageShadow(slots[arena]) for _ in range(count)] for arena, count in enumerate(config.arena_pages)
+        ]
+
+    def page(self, group: int, page: int) -> PageShadow:
+        return self.pages[self._layout.arena_of[group]][page]
+
+    def acquired(self, arena: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            shadow = self.pages[arena][page]
+            if page == SINK or shadow.refs or shadow.quarantined:
+                self._fail("I5", "a page was handed out that is not free", page=page, writer=shadow.writers[0])
+            shadow.refs = 1
+            shadow.clear(self._slots[arena])
+
+    def retained(self, arena: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.pages[arena][page].refs += 1
+
+    def source_held(self, arena: int, page: int) -> None:
+        self.pages[arena][page].sources += 1
+
+    def source_let_go(self, arena: int, page: int) -> None:
+        self.pages[arena][page].sources -= 1
+
+    def deferred(self, arena: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            shadow = self.pages[arena][page]
+            shadow.pending += 1
+            if shadow.pending > shadow.refs:
+                self._fail(
+                    "I5",
+                    "a page was let go of more often than it was held",
+                    page=page,
+                    writer=shadow.writers[0],
+                )
+
+    def releasing(self, arena: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            shadow = self.pages[arena][page]
+            shadow.pending -= shadow.pending > 0
+            shadow.refs -= 1
+            if shadow.refs < 0:
+                self._fail(
+                    "I5",
+                    "a page was let go of more often than it was held",
+                    page=page,
+                    writer=shadow.writers[0],
+                )
+
+    def quarantined(self, arena: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            shadow = self.pages[arena][page]
+            if shadow.refs != 1:
+                self._fail("I5", "a page set aside is held by others", page=page, writer=shadow.writers[0])
+            shadow.refs, shadow.quarantined = 0, True
+
+    def restored(self, arena: int, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.pages[arena][page].quarantined = False
+
+    def check(self, manager: KVManager) -> None:
+        """I5: every page is free, cached, held by somebody, pending, quarantined, or the sink."""
+        for arena, counted in zip(manager.pool.arenas, manager.count_references(), strict=True):
+            for page in range(1, arena.num_pages):
+                shadow = self.pages[arena.index][page]
+                if counted[page] != arena.refs[page] or arena.refs[page] != shadow.refs:
+                    self._fail(
+                        "I5",
+                        f"a page has {arena.refs[page]} reference(s) but {counted[page]} holder(s)",
+                        group=shadow.group,
+                        page=page,
+                        writer=shadow.writers[0],
+                    )
+            total = arena.num_free + arena.num_cached + arena.num_held + len(arena.quarantined) + 1
+            if total != arena.num_pages or arena.has_duplicates():
+                self._fail("I5", f"{total} pages are accounted for, the arena has {arena.num_pages}")

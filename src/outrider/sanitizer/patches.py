@@ -1,0 +1,246 @@
+"""The patches behind the table of mutations: each takes the original and returns the broken version.
+
+They are written against the real code's names, loosely typed on purpose: they are bugs, not features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.kv.footprint import KVFootprint
+from outrider.kv.intervals import Interval, SlotRun, page_count
+
+# ---- reservation and fit -------------------------------------------------------------------------------
+
+
+def reserve_k_only(original: Any) -> Any:
+    def reserve_end(self: KVFootprint, *, v: int, k: int) -> int:
+        return v + max(self.durable_lead, k) if self.groups else 0
+
+    return reserve_end
+
+
+def no_lookahead_when_fresh(original: Any) -> Any:
+    def reserve_end(self: Any, request: Any, v: int, k: int) -> int:
+        return int(original(self, request, v, 0 if request.kv.committed == 0 else k))
+
+    return reserve_end
+
+
+def no_lookahead_after_hit(original: Any) -> Any:
+    def reserve_end(self: Any, request: Any, v: int, k: int) -> int:
+        first_after_hit = request.kv.hit > 0 and request.kv.committed == request.kv.hit
+        return int(original(self, request, v, 0 if first_after_hit else k))
+
+    return reserve_end
+
+
+def fit_without_bonus(original: Any) -> Any:
+    def fit(self: KVFootprint, *, k: int, v: int, max_model_len: int, remaining_tokens: int) -> int:
+        k = min(k, max_model_len - v - 1, remaining_tokens - 1)
+        return max(0, k if self.max_len is None else min(k, self.max_len - v))
+
+    return fit
+
+
+def ignore_plans_ahead(original: Any) -> Any:
+    def commit(self: Any, sequence: Any, v: int, *, ahead: int = 0, **others: Any) -> None:
+        original(self, sequence, v, ahead=0, **others)
+
+    return commit
+
+
+def keep_drafting_without_pages(original: Any) -> Any:
+    def drop_draft(self: Any, sequence: Any) -> None:
+        self.dropped_drafts += 1
+        self.holdings.measure_room(sequence)
+
+    return drop_draft
+
+
+# ---- keys, publication, hits, retention ----------------------------------------------------------------
+
+
+def keys_without_reach(original: Any) -> Any:
+    def post_init(self: Any) -> None:
+        original(self)
+        object.__setattr__(self, "reach", (0,) * len(self.groups))
+
+    return post_init
+
+
+def salt_left_out(original: Any) -> Any:
+    def root(self: Any, *, adapter: str = "", salt: str = "") -> bytes:
+        return bytes(original(self, adapter=adapter, salt=""))
+
+    return root
+
+
+def publish_last_sampled(original: Any) -> Any:
+    def publish(self: Any, sequence: Any) -> None:
+        early = int(sequence.target_room > sequence.committed and sequence.draft_room > sequence.draft_end)
+        sequence.committed += early
+        sequence.draft_end += early
+        try:
+            original(self, sequence)
+        finally:
+            sequence.committed -= early
+            sequence.draft_end -= early
+
+    return publish
+
+
+def mask_without_margin(original: Any) -> Any:
+    def retains(self: Any, page: Interval, *, alignment: int, margin: int) -> bool:
+        return bool(original(self, page, alignment=alignment, margin=0))
+
+    return retains
+
+
+def drop_last_block(original: Any) -> Any:
+    def find_hit(views: Any, num_target: int, footprint: KVFootprint, limit: int, *, draft: bool) -> Any:
+        hit = original(views, num_target, footprint, limit, draft=draft)
+        if footprint.token_reach and draft and hit.end:
+            shorter = max(0, hit.end - views[0].page_tokens)
+            return original(views, num_target, footprint, shorter, draft=draft)
+        return hit
+
+    return find_hit
+
+
+def share_instead_of_copy(original: Any) -> Any:
+    def place(view: Any, hold: Interval) -> Any:
+        placement = original(view, hold)
+        for number, source, _slots in placement.copied:
+            if view.find(number).slots < view.page_tokens:
+                return placement
+            placement.pages[number - placement.first_page] = source
+            placement.shared.append(source)
+        return placement._replace(copied=[])
+
+    return place
+
+
+# ---- freeing and page accounting -----------------------------------------------------------------------
+
+
+def free_behind_speculation(original: Any) -> Any:
+    def free_behind(self: Any, sequence: Any, margin: int) -> None:
+        committed, draft_end = sequence.committed, sequence.draft_end
+        sequence.committed += sequence.target_headroom
+        sequence.draft_end += sequence.target_headroom
+        try:
+            original(self, sequence, margin)
+        finally:
+            sequence.committed, sequence.draft_end = committed, draft_end
+
+    return free_behind
+
+
+def release_twice(original: Any) -> Any:
+    def close(self: Any, sequence: Any) -> None:
+        for group, state in enumerate(sequence.groups):
+            self.holdings.give_back(group, state.held()[:1])
+        original(self, sequence)
+
+    return close
+
+
+def leak_on_abort(original: Any) -> Any:
+    def abort(self: Any, request_id: str) -> Any:
+        request = self.requests.get(request_id)
+        if request is not None:
+            for state in request.kv.groups:
+                if len(state.pages) > state.first_page:
+                    state.pages.pop()
+        return original(self, request_id)
+
+    return abort
+
+
+def nothing_in_flight(original: Any) -> Any:
+    return property(lambda self: False)
+
+
+# ---- feeding -------------------------------------------------------------------------------------------
+
+
+def feed_only_when_proposing(original: Any) -> Any:
+    return property(lambda row: row.draft_end >= 0 and row.propose > 0)
+
+
+def keep_unwritten_draft(original: Any) -> Any:
+    def fed_from(self: KVFootprint, *, durable_end: int, accepted: int, proposed: int) -> int:
+        return durable_end + accepted if self.keeps_accepted else durable_end
+
+    return fed_from
+
+
+def tap_rows_write(original: Any) -> Any:
+    return property(lambda row: row.start - row.tap_rows)
+
+
+def no_tap_rows(original: Any) -> Any:
+    return lambda self, request: 0
+
+
+def fork_shares_reach(original: Any) -> Any:
+    def fork_groups(self: Any, parent: Any, child: Any, groups: Any, end: int) -> None:
+        if groups is self.holdings.draft:
+            end = child.draft_end = min(parent.committed, parent.draft_end)
+        original(self, parent, child, groups, end)
+
+    return fork_groups
+
+
+def commit_every_row(original: Any) -> Any:
+    def commit_kv(self: Any, request: Any, row: Any, v: int, **others: Any) -> None:
+        original(self, request, row, row.start + row.num_rows, **others)
+
+    return commit_kv
+
+
+# ---- transfer ------------------------------------------------------------------------------------------
+
+
+def trim_to_last_pages(original: Any) -> Any:
+    def plan_pull(layout: Any, load: Any, offer: Any, table: Any) -> tuple[SlotRun, ...]:
+        runs = original(layout, load, offer, table)
+        size = layout.groups[load.group].page_tokens
+        offered = next(g for s, g in offer.groups.items() if s.name == layout.groups[load.group].name)
+        if offered.page_tokens != size:
+            return tuple(runs)
+        # "A surplus on the other side is a cached prefix": keep its last pages, as many as are wanted here.
+        first = load.interval.start // size
+        wanted = page_count(load.interval.end, size) - first
+        last_pages = offered.pages[len(offered.pages) - wanted :]
+        return tuple(run._replace(source_page=last_pages[(run.start // size) - first]) for run in runs)
+
+    return plan_pull
+
+
+def failure_counts_as_arrival(original: Any) -> Any:
+    return lambda self, request_id, load: self.load_arrived(request_id, load)
+
+
+def lease_always_held(original: Any) -> Any:
+    return lambda self, lease: True
+
+
+def no_quarantine(original: Any) -> Any:
+    def abandon_loading(self: Any, sequence: Any) -> list[tuple[int, list[int]]]:
+        self.holdings.return_all(sequence)
+        return []
+
+    return abandon_loading
+
+
+def publish_each_arrival(original: Any) -> Any:
+    def import_interval(self: Any, sequence: Any, load: Any) -> None:
+        original(self, sequence, load)
+        if load.key is None and load.group < self.layout.num_target:
+            sequence.committed = load.interval.end
+            self.publish(sequence)
+            sequence.committed = 0
+
+    return import_interval
