@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.kv.fakes import drafter, full, make_manager
 
 from outrider import errors
 from outrider.errors import (
@@ -32,7 +33,6 @@ from outrider.kv import (
 )
 from outrider.scheduler import RequestSpec, Role, Scheduler, SchedulerConfig
 from outrider.speculative.footprints import DrafterShape, footprint_for
-from tests.kv.fakes import drafter, full, make_manager
 
 
 def scheduler(**config: Any) -> Scheduler:
@@ -99,9 +99,7 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     ),
     "contradiction": (
         FootprintError,
-        lambda: KVFootprint(
-            name="mine", proposing=Proposing.BLOCK, groups=(full(),), taps=(1,), scratch_extra=0
-        ),
+        lambda: KVFootprint(name="mine", proposing=Proposing.BLOCK, groups=(full(),), taps=(1,), scratch_extra=0),
         ("mine", "scratch_ahead(1)", "raise scratch_extra"),
     ),
     # ---- the scheduler ----

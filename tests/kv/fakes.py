@@ -312,9 +312,7 @@ class Engine:
             proposed.append(self._proposes(self.rng, row.propose) if row.propose else 0)
             if request is not None:
                 self._check_writes(row, len(sampled), holders)
-        return Verdict(
-            step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks
-        )
+        return Verdict(step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks)
 
     def _check_writes(self, row: StepRow, num_sampled: int, holders: Counter[tuple[int, int]]) -> None:
         """Every slot that a row writes lies in a page that one sequence holds and that is not in the index."""

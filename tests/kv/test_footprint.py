@@ -7,11 +7,11 @@ from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
+from tests.kv.fakes import METHODS_WITH_KV, drafter, full
 
 from outrider.errors import ConfigError, FootprintError
 from outrider.kv import NO_DRAFTER, Interval, KVFootprint, Proposing
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
-from tests.kv.fakes import METHODS_WITH_KV, drafter, full
 
 NUMBERS = range(1, 9)
 
@@ -32,23 +32,15 @@ class Column:
     rebuild: bool
 
 
-NOTHING_OWNED = Column(
-    lambda k: 0, lambda k: 0, lambda k: 0, lambda k: 0, 0, 0, False, False, False, False
-)
-ONE_LAYER_AHEAD = Column(
-    lambda k: k, lambda k: 1, lambda k: k, lambda k: k - 1, 0, 1, True, False, False, False
-)
+NOTHING_OWNED = Column(lambda k: 0, lambda k: 0, lambda k: 0, lambda k: 0, 0, 0, False, False, False, False)
+ONE_LAYER_AHEAD = Column(lambda k: k, lambda k: 1, lambda k: k, lambda k: k - 1, 0, 1, True, False, False, False)
 TABLE = {
     "none": NOTHING_OWNED,
     "ngram": NOTHING_OWNED,
-    "draft_model": Column(
-        lambda k: k, lambda k: 1, lambda k: k, lambda k: k, 1, 0, False, True, True, True
-    ),
+    "draft_model": Column(lambda k: k, lambda k: 1, lambda k: k, lambda k: k, 1, 0, False, True, True, True),
     "eagle": ONE_LAYER_AHEAD,
     "mtp": ONE_LAYER_AHEAD,
-    "dflash": Column(
-        lambda k: 1, lambda k: k + 1, lambda k: k + 1, lambda k: k + 1, 0, 0, True, False, False, False
-    ),
+    "dflash": Column(lambda k: 1, lambda k: k + 1, lambda k: k + 1, lambda k: k + 1, 0, 0, True, False, False, False),
 }
 
 
@@ -144,9 +136,7 @@ def test_fit_is_the_largest_k_that_meets_all_three_limits(method: str, max_len: 
 )
 def test_the_bonus_token_of_a_block_counts_against_the_limit(method: str, fits: list[int]) -> None:
     footprint = drafter(method, max_len=100)
-    assert [
-        footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=1000) for v in range(95, 101)
-    ] == fits
+    assert [footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=1000) for v in range(95, 101)] == fits
 
 
 @pytest.mark.parametrize("method", METHODS_WITH_KV)
@@ -184,9 +174,7 @@ def test_feeding_closes_every_hole_and_rewrites_nothing_that_was_kept(method: st
             # The chain's scratch at v + i was written from draft i, and drafts 1..accepted were right.
             kept = {p for p in range(*footprint.scratch(v, proposed)) if p - v <= accepted}
         after = v + 1 + accepted
-        feed = footprint.feed(
-            durable_end=footprint.durable_end(v), v=after, accepted=accepted, proposed=proposed
-        )
+        feed = footprint.feed(durable_end=footprint.durable_end(v), v=after, accepted=accepted, proposed=proposed)
         missing = set(range(footprint.durable_end(after))) - durable - kept
         assert set(range(*feed)) == missing, (accepted, feed)
 
@@ -247,9 +235,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"), [c[1:] for c in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS]
-)
+@pytest.mark.parametrize(("fields", "words"), [c[1:] for c in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS])
 def test_contradiction_is_refused_with_its_reason(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(FootprintError) as refused:
         KVFootprint(name="mine", **fields)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
+from tests.kv.fakes import drafter, full, sliding
 
 from outrider.kv import Full, GroupKind, Interval, KVLayout, Sliding
 from outrider.kv.search import longest_common
-from tests.kv.fakes import drafter, full, sliding
 
 WINDOWS = (1, 7, 8, 9, 31, 32, 33, 100)
 PAGES = (1, 4, 8, 16)
@@ -54,8 +54,7 @@ class Slots:
 def random_slots(rng: Random, kind: GroupKind, page_tokens: int, length: int) -> Slots:
     whole = rng.choice((0.5, 0.8, 0.97))
     leading = [
-        page_tokens if rng.random() < whole else rng.randint(0, page_tokens)
-        for _ in range(length // page_tokens + 2)
+        page_tokens if rng.random() < whole else rng.randint(0, page_tokens) for _ in range(length // page_tokens + 2)
     ]
     return Slots(kind, page_tokens, leading)
 
@@ -74,9 +73,7 @@ def test_longest_hit_equals_trying_every_end(kind: GroupKind, page_tokens: int) 
 def test_longest_common_hit_equals_trying_every_end_in_all_groups(seed: int) -> None:
     rng = Random(seed)
     for _ in range(60):
-        groups = [
-            random_slots(rng, rng.choice(KINDS), rng.choice(PAGES), 120) for _ in range(rng.randint(1, 4))
-        ]
+        groups = [random_slots(rng, rng.choice(KINDS), rng.choice(PAGES), 120) for _ in range(rng.randint(1, 4))]
         limit = rng.randint(0, 120)
         best = max(end for end in range(limit + 1) if all(held.can_start(end) for held in groups))
         assert longest_common(groups, limit) == best

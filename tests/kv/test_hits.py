@@ -7,13 +7,6 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-
-from outrider.kv import GroupSpec, Interval, KVFootprint, KVManager
-from outrider.kv.intervals import page_count
-from outrider.kv.ledger import SequenceKV
-from outrider.kv.pages import SINK
-from outrider.kv.plan import PageCopy
-from outrider.kv.prefix import Media
 from tests.kv.fakes import (
     OTHER,
     Hand,
@@ -29,6 +22,13 @@ from tests.kv.fakes import (
     sliding,
     watched,
 )
+
+from outrider.kv import GroupSpec, Interval, KVFootprint, KVManager
+from outrider.kv.intervals import page_count
+from outrider.kv.ledger import SequenceKV
+from outrider.kv.pages import SINK
+from outrider.kv.plan import PageCopy
+from outrider.kv.prefix import Media
 
 # ---- the target's hit -------------------------------------------------------------------------------
 
@@ -180,9 +180,7 @@ class BruteForce(Watch):
     ],
     ids=["full", "sliding", "small sliding pages", "mixed"],
 )
-def test_every_hit_equals_a_search_through_all_that_is_published(
-    method: str, groups: tuple[GroupSpec, ...]
-) -> None:
+def test_every_hit_equals_a_search_through_all_that_is_published(method: str, groups: tuple[GroupSpec, ...]) -> None:
     watch = BruteForce()
     kv = make_manager(*groups, footprint=drafter(method, page=4), pages=20, observer=watch)
     watch.kv = kv
@@ -198,9 +196,7 @@ def test_every_hit_equals_a_search_through_all_that_is_published(
         assert hit.end == max(
             end
             for end in range(len(prompt))
-            if all(
-                set(range(*kv.layout.groups[g].kind.needed(end))) <= held[g] for g in kv.layout.target_groups
-            )
+            if all(set(range(*kv.layout.groups[g].kind.needed(end))) <= held[g] for g in kv.layout.target_groups)
         )
         hits += hit.end > 0
         tapped += hit.tap_rows > 0

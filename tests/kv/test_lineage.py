@@ -6,11 +6,6 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
-
-from outrider.kv import Interval, KVManager, PageTables
-from outrider.kv.intervals import SlotRun, page_count, pair
-from outrider.kv.ledger import Load
-from outrider.scheduler import Role, StepPlan
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     Engine,
@@ -22,6 +17,11 @@ from tests.kv.fakes import (
     make_manager,
     reference_text,
 )
+
+from outrider.kv import Interval, KVManager, PageTables
+from outrider.kv.intervals import SlotRun, page_count, pair
+from outrider.kv.ledger import Load
+from outrider.scheduler import Role, StepPlan
 
 AHEAD = {"ngram": 0, "draft_model": 3, "eagle": 3, "mtp": 3, "dflash": 4}
 """Slots ahead with k = 3."""
@@ -264,7 +264,9 @@ def test_l4_every_combination_gives_the_decode_side_exactly_what_it_lacks(
                 for run in transfer(prefill.kv, "p", kv, receiver.id, load):
                     for i in range(run.slots):
                         position = run.start + i
-                        assert (run.source_page, run.source_offset + i) == slot(sender, load.group, source_page, position)
+                        assert (run.source_page, run.source_offset + i) == slot(
+                            sender, load.group, source_page, position
+                        )
                         destination = (run.destination_page, run.destination_offset + i)
                         assert destination == slot(receiver, load.group, destination_page, position)
                         assert position not in got[load.group]

@@ -7,13 +7,6 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-
-from outrider.kv import GroupSpec, Interval
-from outrider.kv.groups import Full, Sliding
-from outrider.kv.intervals import page_count
-from outrider.kv.ledger import Load, SequenceKV
-from outrider.kv.loading import wanted
-from outrider.kv.pages import SINK
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     Hand,
@@ -29,6 +22,13 @@ from tests.kv.fakes import (
     watched,
 )
 
+from outrider.kv import GroupSpec, Interval
+from outrider.kv.groups import Full, Sliding
+from outrider.kv.intervals import page_count
+from outrider.kv.ledger import Load, SequenceKV
+from outrider.kv.loading import wanted
+from outrider.kv.pages import SINK
+
 # ---- loads from another worker -------------------------------------------------------------------------
 
 ALL_GROUPS = (0, 1, 2)
@@ -38,9 +38,7 @@ def decode_side(method: str = "eagle") -> tuple[Hand, Watch]:
     return watched(full(page=8), sliding(6, page=8), footprint=drafter(method))
 
 
-def loading(
-    hand: Hand, length: int, groups: Iterable[int] = ALL_GROUPS
-) -> tuple[SequenceKV, tuple[Load, ...]]:
+def loading(hand: Hand, length: int, groups: Iterable[int] = ALL_GROUPS) -> tuple[SequenceKV, tuple[Load, ...]]:
     """A request whose first `length` positions a peer holds, and which has one sampled token."""
     sequence = hand.open(ids(length + 1), total=length + 20)
     admission = hand.kv.admit(sequence, remote={g: Interval(0, length) for g in groups})
@@ -184,9 +182,7 @@ def test_slots_of_a_page_that_were_not_sent_stay_invalid() -> None:
 @pytest.mark.parametrize(
     ("length", "resumed"), [(21, 20), (40, 0)], ids=["window overlaps the hit", "window has left the hit"]
 )
-def test_a_failed_target_load_resumes_at_the_longest_end_that_is_held(
-    failed: int, length: int, resumed: int
-) -> None:
+def test_a_failed_target_load_resumes_at_the_longest_end_that_is_held(failed: int, length: int, resumed: int) -> None:
     """Local hit of 20. A window that has moved past it gave its pages up, and is looked up again."""
     hand, _watch = decode_side("dflash")
     kv = hand.kv
@@ -411,5 +407,3 @@ def test_an_export_starts_at_the_first_valid_slot() -> None:
     hand.serve(ids(40), may_draft=False)
     sequence = hand.prefill(ids(21))
     assert hand.kv.export_intervals(sequence) == {0: Interval(0, 21), 1: Interval(20, 21)}
-
-

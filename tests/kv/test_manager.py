@@ -6,14 +6,6 @@ from array import array
 from random import Random
 
 import pytest
-
-from outrider.errors import AdmissionError, OutOfPages
-from outrider.kv import KVManager
-from outrider.kv.intervals import page_count
-from outrider.kv.ledger import SequenceKV
-from outrider.kv.pages import SINK
-from outrider.kv.plan import PageCopy
-from outrider.kv.sizing import worst_case_pages
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     OTHER,
@@ -29,6 +21,14 @@ from tests.kv.fakes import (
     watched,
 )
 
+from outrider.errors import AdmissionError, OutOfPages
+from outrider.kv import KVManager
+from outrider.kv.intervals import page_count
+from outrider.kv.ledger import SequenceKV
+from outrider.kv.pages import SINK
+from outrider.kv.plan import PageCopy
+from outrider.kv.sizing import worst_case_pages
+
 
 def snapshot(kv: KVManager, sequence: SequenceKV) -> object:
     groups = [(list(s.pages), s.first_page, s.low, s.published) for s in sequence.groups]
@@ -40,9 +40,7 @@ def snapshot(kv: KVManager, sequence: SequenceKV) -> object:
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
 @pytest.mark.parametrize("method", ["none", "dflash"])
-def test_a_window_frees_behind_the_committed_end_and_never_behind_the_speculative_one(
-    window: int, method: str
-) -> None:
+def test_a_window_frees_behind_the_committed_end_and_never_behind_the_speculative_one(window: int, method: str) -> None:
     hand = Hand(make_manager(sliding(window, page=4), footprint=drafter(method, sliding(window, "d", page=4))))
     kv = hand.kv
     sequence = hand.admit(ids(6), total=200, k=30)
@@ -345,6 +343,16 @@ def test_rewinding_below_a_gap_publishes_no_page_that_the_gap_reaches_into() -> 
     assert 2 not in watch.numbers(sequence, 1)
 
 
+@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("end", [16, 19])
+def test_a_rewind_keeps_no_draft_slot_that_saw_a_forgotten_token(method: str, end: int) -> None:
+    hand = Hand(make_manager(full(page=8), footprint=drafter(method)))
+    sequence = hand.prefill(ids(28))
+    hand.kv.rewind(sequence, end)
+    # Slot p saw tokens[: p + 1 + reach], and only tokens[:end] are left.
+    assert sequence.draft_end + hand.kv.layout.footprint.token_reach <= end
+
+
 # ---- a step in flight ----------------------------------------------------------------------------------
 
 
@@ -461,5 +469,3 @@ def test_what_was_admitted_runs_to_its_end_in_exactly_the_worst_case(method: str
             kv.commit(sequence, v)
             hand.done(plan)
         kv.check_integrity()
-
-

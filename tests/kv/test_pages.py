@@ -5,10 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.kv.fakes import Hand, Watch, full, held_pages, ids, make_manager
 
 from outrider.errors import OutOfPages
 from outrider.kv.pages import SINK, PageArena
-from tests.kv.fakes import Hand, Watch, full, held_pages, ids, make_manager
 
 
 class Evictions(list[int]):

@@ -7,11 +7,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from tests.kv.fakes import drafter, full, ids, make_manager, sliding
 
 from outrider.kv import CacheIdentity, KVLayout, Sliding
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.prefix import Chain, GroupIndex, Media, group_tag
-from tests.kv.fakes import drafter, full, ids, make_manager, sliding
 
 ROOT = CacheIdentity().root()
 
@@ -132,9 +132,7 @@ def test_media_positions_hash_their_content() -> None:
     ],
     ids=["another block", "shifted inside its first block", "ends earlier", "ends later"],
 )
-def test_media_at_another_place_differs_from_its_first_block_on(
-    here: Media, there: Media, shared_blocks: int
-) -> None:
+def test_media_at_another_place_differs_from_its_first_block_on(here: Media, there: Media, shared_blocks: int) -> None:
     """A text may spell the placeholder's id, so equal ids do not show where the media lies."""
     tokens = array("I", [9] * 24)
     assert common(bases(tokens, media=(here,)), bases(tokens, media=(there,))) == shared_blocks

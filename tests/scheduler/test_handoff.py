@@ -6,10 +6,6 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-
-from outrider.kv import Interval
-from outrider.kv.ledger import Load
-from outrider.scheduler import LoadFailure, Role, State
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     Engine,
@@ -23,6 +19,10 @@ from tests.kv.fakes import (
     reference_text,
     sliding,
 )
+
+from outrider.kv import Interval
+from outrider.kv.ledger import Load
+from outrider.scheduler import LoadFailure, Role, State
 
 
 def make_engine(method: str = "eagle", *, pages: int = 60, step_in_flight: bool = False, **config) -> Engine:
@@ -43,9 +43,7 @@ def remote_request(engine: Engine, id: str = "a", length: int = 40, max_tokens: 
     prompt = list(ids(length))
     first = next_token(prompt)
     offer = {g: Interval(0, length) for g in range(3)}
-    engine.add(
-        id, [*prompt, first], max_tokens=max_tokens, k=2, remote=offer, prefilled_tokens=1, **more
-    )
+    engine.add(id, [*prompt, first], max_tokens=max_tokens, k=2, remote=offer, prefilled_tokens=1, **more)
     return reference_text(prompt, max_tokens)[1:]
 
 
@@ -61,9 +59,7 @@ def loads_of(engine: Engine) -> tuple[Load, ...]:
 @pytest.mark.parametrize("method", METHODS_WITH_KV)
 @pytest.mark.parametrize("step_in_flight", [False, True])
 def test_a_prefill_worker_feeds_proposes_nothing_and_holds_until_released(method: str, step_in_flight: bool) -> None:
-    engine = make_engine(
-        method, role=Role.PREFILL, step_in_flight=step_in_flight, max_chunk_tokens=16, max_num_seqs=8
-    )
+    engine = make_engine(method, role=Role.PREFILL, step_in_flight=step_in_flight, max_chunk_tokens=16, max_num_seqs=8)
     scheduler, kv = engine.scheduler, engine.kv
     engine.add("a", ids(40), max_tokens=20, k=3)
     for _ in range(6):
@@ -132,6 +128,18 @@ def test_text_after_a_hand_over_equals_text_of_one_worker(method: str) -> None:
     first = decode.plans[1].rows[0]
     # It starts at the last token, and drafts at once.
     assert (first.start, first.num_rows, first.propose) == (40, 1, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_hand_over_with_nothing_left_to_write_adds_nothing(count: int) -> None:
+    """The prefill worker's token was the last one that was asked for."""
+    engine = make_engine(role=Role.DECODE)
+    prompt = list(ids(20))
+    tokens = prompt + reference_text(prompt, count)
+    engine.add("a", tokens, max_tokens=count, prefilled_tokens=count)
+    engine.run()
+    assert engine.text["a"] == []
+    assert engine.finished["a"] == "length"
 
 
 # ---- remote loads ----------------------------------------------------------------------------------------

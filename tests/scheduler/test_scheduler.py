@@ -7,10 +7,6 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-
-from outrider.kv import NO_DRAFTER, KVFootprint
-from outrider.kv.sizing import worst_case_pages
-from outrider.scheduler import Request, State, StepPlan
 from tests.kv.fakes import (
     METHODS_WITH_KV,
     Engine,
@@ -24,6 +20,10 @@ from tests.kv.fakes import (
     rows_of,
     sliding,
 )
+
+from outrider.kv import NO_DRAFTER, KVFootprint
+from outrider.kv.sizing import worst_case_pages
+from outrider.scheduler import Request, State, StepPlan
 
 METHODS = ("none", "ngram", *METHODS_WITH_KV)
 
@@ -81,9 +81,7 @@ def note_preemptions(engine: Engine) -> list[Preemption]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("step_in_flight", [False, True], ids=["at once", "in flight"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_workloads_keep_to_the_row_budget_and_to_the_text(
-    method: str, step_in_flight: bool, seed: int
-) -> None:
+def test_random_workloads_keep_to_the_row_budget_and_to_the_text(method: str, step_in_flight: bool, seed: int) -> None:
     rng = Random(seed)
     budget = rng.choice((17, 40, 64))
     seats = rng.choice((3, 8, 16))
@@ -114,9 +112,7 @@ def test_random_workloads_keep_to_the_row_budget_and_to_the_text(
         prompt = ids(rng.choice((0, 4, 8, 13, 30))) + ids(rng.randint(1, 30), seed=rng.randint(1, 5))
         stop = frozenset(rng.sample(range(1, 510), 20))
         count, id = rng.randint(1, 24), f"r{number}"
-        engine.add(
-            id, prompt, max_tokens=count, k=rng.randint(0, 4), stop_tokens=stop, priority=rng.randint(0, 2)
-        )
+        engine.add(id, prompt, max_tokens=count, k=rng.randint(0, 4), stop_tokens=stop, priority=rng.randint(0, 2))
         expected[id] = reference_text(prompt, count, stop)
         finish[id] = "stop" if expected[id][-1] in stop else "length"
         for _ in range(rng.randint(0, 3)):
@@ -358,9 +354,7 @@ def test_without_protection_that_stream_would_starve_it() -> None:
 @pytest.mark.parametrize("step_in_flight", [False, True])
 def test_draft_groups_are_dropped_before_anything_is_preempted(method: str, step_in_flight: bool) -> None:
     """One arena for both; the target alone fits, target and drafter together do not."""
-    engine = make_engine(
-        method, pages=26, max_num_seqs=8, step_in_flight=step_in_flight, step_tokens=64
-    )
+    engine = make_engine(method, pages=26, max_num_seqs=8, step_in_flight=step_in_flight, step_tokens=64)
     for number in range(4):
         engine.add(f"r{number}", ids(20, seed=number), max_tokens=20, k=3)
     engine.run()
@@ -399,9 +393,7 @@ def test_a_full_draft_arena_never_delays_the_target() -> None:
 
 
 def test_a_plan_made_ahead_is_corrected_by_the_verdict() -> None:
-    engine = make_engine(
-        "ngram", step_in_flight=True, accepts=lambda rng, drafts: 1, proposes=lambda rng, planned: 2
-    )
+    engine = make_engine("ngram", step_in_flight=True, accepts=lambda rng, drafts: 1, proposes=lambda rng, planned: 2)
     scheduler = engine.scheduler
     engine.add("a", ids(10), max_tokens=60, k=4)
     first = scheduler.schedule()

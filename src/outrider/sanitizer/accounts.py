@@ -29,11 +29,16 @@ class PageAccounts:
     def page(self, group: int, page: int) -> PageShadow:
         return self.pages[self._layout.arena_of[group]][page]
 
+    def _blame(self, what: str, shadow: PageShadow, page: int) -> None:
+        """Nobody says who lets go of a page; the one who wrote to it last is the best lead."""
+        writer = shadow.writers[0]
+        self._fail("I5", what, request=writer.request or "-", group=shadow.group, page=page, writer=writer)
+
     def acquired(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
             shadow = self.pages[arena][page]
             if page == SINK or shadow.refs or shadow.quarantined:
-                self._fail("I5", "a page was handed out that is not free", page=page, writer=shadow.writers[0])
+                self._blame("a page was handed out that is not free", shadow, page)
             shadow.refs = 1
             shadow.clear(self._slots[arena])
 
@@ -52,12 +57,7 @@ class PageAccounts:
             shadow = self.pages[arena][page]
             shadow.pending += 1
             if shadow.pending > shadow.refs:
-                self._fail(
-                    "I5",
-                    "a page was let go of more often than it was held",
-                    page=page,
-                    writer=shadow.writers[0],
-                )
+                self._blame("a page was let go of more often than it was held", shadow, page)
 
     def releasing(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
@@ -65,18 +65,13 @@ class PageAccounts:
             shadow.pending -= shadow.pending > 0
             shadow.refs -= 1
             if shadow.refs < 0:
-                self._fail(
-                    "I5",
-                    "a page was let go of more often than it was held",
-                    page=page,
-                    writer=shadow.writers[0],
-                )
+                self._blame("a page was let go of more often than it was held", shadow, page)
 
     def quarantined(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
             shadow = self.pages[arena][page]
             if shadow.refs != 1:
-                self._fail("I5", "a page set aside is held by others", page=page, writer=shadow.writers[0])
+                self._blame("a page set aside is held by others", shadow, page)
             shadow.refs, shadow.quarantined = 0, True
 
     def restored(self, arena: int, pages: Sequence[int]) -> None:
@@ -89,12 +84,8 @@ class PageAccounts:
             for page in range(1, arena.num_pages):
                 shadow = self.pages[arena.index][page]
                 if counted[page] != arena.refs[page] or arena.refs[page] != shadow.refs:
-                    self._fail(
-                        "I5",
-                        f"a page has {arena.refs[page]} reference(s) but {counted[page]} holder(s)",
-                        group=shadow.group,
-                        page=page,
-                        writer=shadow.writers[0],
+                    self._blame(
+                        f"a page has {arena.refs[page]} reference(s) but {counted[page]} holder(s)", shadow, page
                     )
             total = arena.num_free + arena.num_cached + arena.num_held + len(arena.quarantined) + 1
             if total != arena.num_pages or arena.has_duplicates():
