@@ -150,14 +150,16 @@ class Holdings:
     def give_back(self, g: int, pages: Sequence[int]) -> None:
         """Let go of pages of one group; those nearest the end are evicted first."""
         held = [page for page in reversed(pages) if page != SINK]
-        if self._copies and held:
-            # A copy that no plan has taken must not land in a page that is somebody else's by then.
-            arena_of, arena = self.layout.arena_of, self.layout.arena_of[g]
-            gone = set(held)
+        self._cancel_copies(g, held)
+        self.pool.release(g, held)
+
+    def _cancel_copies(self, g: int, pages: Sequence[int]) -> None:
+        """A copy that no plan has taken must not land in a page that is somebody else's by then."""
+        if self._copies and pages:
+            arena_of, arena, gone = self.layout.arena_of, self.layout.arena_of[g], set(pages)
             self._copies = [
                 copy for copy in self._copies if arena_of[copy.group] != arena or copy.destination not in gone
             ]
-        self.pool.release(g, held)
 
     def cut(self, sequence: SequenceKV, g: int, size: int, end: int) -> None:
         """Hold nothing past the page of position end - 1."""
@@ -189,8 +191,11 @@ class Holdings:
     def set_aside(self, sequence: SequenceKV, load: Load) -> list[int]:
         """Quarantine the pages that a lost transfer may still write to."""
         state, size = sequence.groups[load.group], self.layout.groups[load.group].page_tokens
-        numbers = range(load.interval.start // size, page_count(load.interval.end, size))
+        first, stop = load.interval.start // size, page_count(load.interval.end, size)
+        # Two loads may write to one page; the first one sets it aside.
+        numbers = [number for number in range(first, stop) if state.pages[number] != SINK]
         pages = [state.pages[number] for number in numbers]
+        self._cancel_copies(load.group, pages)
         self.pool.quarantine(load.group, pages)
         for number in numbers:
             state.pages[number] = SINK

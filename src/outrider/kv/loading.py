@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.kv.groups import GroupKind
-from outrider.kv.intervals import Interval, covered, subtract
+from outrider.kv.intervals import NOTHING, Interval, covered, subtract
 from outrider.kv.ledger import Load, LoadState
 
 
@@ -20,9 +20,9 @@ def wanted(kind: GroupKind, *, end: int, margin: int, held: Interval, offered: I
     needed = kind.needed(end, margin)
     if held.covers(kind.needed(end)):
         return Interval(end, end)
-    want = Interval(max(needed.start, held.end, offered.start), min(end, offered.end))
-    joined = [want, held] if want.start <= held.end else [want]
-    return want if covered(kind.needed(end), joined) else None
+    have = NOTHING if held.empty else held
+    want = Interval(max(needed.start, have.end, offered.start), min(end, offered.end))
+    return want if covered(kind.needed(end), [want, have]) else None
 
 
 def loaded_parts(loads: Mapping[Load, LoadState], group: int, cached: Interval) -> list[Interval]:

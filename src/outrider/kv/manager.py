@@ -402,12 +402,14 @@ class KVManager:
         """Forget everything at and past `end`. A page that others read is copied before it is rewritten."""
         assert end <= sequence.committed and not sequence.loads
         sequence.committed = end
-        sequence.draft_end = min(sequence.draft_end, self._footprint.durable_end(end))
+        # A slot that reaches past the end saw a token that is forgotten.
+        sequence.draft_end = min(sequence.draft_end, max(0, end - self._footprint.token_reach))
         for g, size in self.holdings.groups(sequence):
             keep = self._durable_end(sequence, g)
-            self.holdings.cut(sequence, g, size, keep)
+            state = sequence.groups[g]
+            self.holdings.keep_run(sequence, g, size, [Interval(state.low, max(keep, state.low))], keep)
             self.holdings.own_page(sequence, g, size, keep)
-            sequence.groups[g].published = min(sequence.groups[g].published, keep // size)
+            state.published = max(min(state.published, keep // size), page_count(state.low, size))
         sequence.chain.truncate(end)
         self.holdings.measure_room(sequence)
         self._next_event(sequence)

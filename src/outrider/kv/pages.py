@@ -5,7 +5,7 @@ Every page but the sink is in exactly one place:
     free ──acquire──▶ held (refs > 0) ──release──▶ published? ──no──▶ free
                         ▲                              │yes
                         └────retain────  cached (LRU) ◀┘ ──evict──▶ free
-                      held ──quarantine──▶ quarantined ──restore──▶ free
+                      held ──quarantine──▶ quarantined ──restore──▶ held
 
 A page whose last holder let go while a step could still touch it stays held until that step completes;
 the manager defers the release and counts it as pending.
@@ -110,10 +110,10 @@ class PageArena:
             self.quarantined.add(page)
 
     def restore(self, pages: Iterable[int]) -> None:
-        """The transfer's handle is destroyed: nothing can write to these pages any more."""
+        """The transfer's handle is destroyed: it cannot write to these pages any more. The caller holds them."""
         for page in pages:
             self.quarantined.remove(page)
-            self._free.append(page)
+            self.refs[page] = 1
 
     def forget_cached(self) -> None:
         """Empty the LRU; the caller empties the index."""

@@ -108,6 +108,7 @@ class PagePool:
         if self._observer:
             self._observer.restored(index, pages)
         self.arenas[index].restore(pages)
+        self.release(group, pages)  # a step in flight may still copy into them
 
     def publish(self, group: int, entries: list[PageEntry]) -> None:
         arena = self._arena_of[group]

@@ -109,15 +109,23 @@ class Chain:
         """Forget blocks that are not wholly below `end`."""
         del self.bases[end // self.grain + 1 :]
 
+    def successors(self, tokens: array[int], end: int, reach: int) -> bytes:
+        """What stands for the `reach` tokens from `end` on, in a key."""
+        data = tokens[end : end + reach].tobytes()
+        return data + self._media_bytes(end, end + reach) if self.media else data
+
     def has_media(self, start: int, end: int) -> bool:
         return any(item.start < end and start < item.end for item in self.media)
 
     def _media_bytes(self, start: int, end: int) -> bytes:
-        return b"".join(
-            (max(item.start, start) - item.start).to_bytes(8, "little") + item.digest
-            for item in self.media
-            if item.start < end and start < item.end
-        )
+        """Each item that overlaps [start, end): what part of it lies where, and its content."""
+        parts = []
+        for item in self.media:
+            first, stop = max(item.start, start), min(item.end, end)
+            if first < stop:
+                edges = (first - start, stop - start, first - item.start, len(item.digest))
+                parts.append(b"".join(edge.to_bytes(8, "little") for edge in edges) + item.digest)
+        return b"".join(parts)
 
 
 PageEntry = tuple[bytes, int, bytes, bytes]

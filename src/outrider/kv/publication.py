@@ -37,7 +37,7 @@ class Publisher:
             content = data[offset : offset + width]
             key = bases[number - first + 1]
             if reach:
-                key += content[stride:]
+                key += chain.successors(sequence.tokens, (number + 1) * size, reach) if media else content[stride:]
             offset += stride
             page = pages[number]
             if key in known or in_index[page] or (skims and not layout.retains(group, number)):

@@ -72,7 +72,7 @@ class GroupView:
         if end + self.reach > len(self._tokens):
             return None
         base = self._chain.bases[(page + 1) * self._step]
-        return base + self._tokens[end : end + self.reach].tobytes() if self.reach else base
+        return base + self._chain.successors(self._tokens, end, self.reach) if self.reach else base
 
     def find(self, page: int) -> Found:
         if page < len(self.whole):
@@ -125,6 +125,8 @@ class GroupView:
                     return
                 append(page)
             return
+        if self._chain.media:
+            return  # find() will ask page by page
         stride, width = self.page_tokens * TOKEN_BYTES, reach * TOKEN_BYTES
         data = self._tokens.tobytes()
         for number in range(len(whole) + 1, known + 1):

@@ -76,7 +76,8 @@ class PageAccounts:
 
     def restored(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
-            self.pages[arena][page].quarantined = False
+            shadow = self.pages[arena][page]
+            shadow.quarantined, shadow.refs = False, 1
 
     def check(self, manager: KVManager) -> None:
         """I5: every page is free, cached, held by somebody, pending, quarantined, or the sink."""

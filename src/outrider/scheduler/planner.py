@@ -237,23 +237,27 @@ class Planner:
     # ---- when pages run out ------------------------------------------------------------------------
 
     def _make_room(self, request: Request, arena: int) -> bool:
-        """Take pages from whoever ranks last. True if trying again now may help.
+        """Take pages from those who rank last. True if trying again now may help.
 
-        Draft groups go first: losing them costs speed, losing target KV costs a recomputation.
+        Draft groups go first, everybody's behind this request and then its own: losing them costs speed,
+        losing target KV costs a recomputation.
         """
+        in_flight = self._kv.pool.step_in_flight
+        if not request.stalled and any(index == arena for index, _page in self._kv.pool.pending()):
+            return False  # pages are about to come free: wait one step before taking any
+        for other in self._roster.running_from_last():
+            if other.rank < request.rank:
+                break
+            if self._drafts_in(other.kv, arena) and other.planned_step != self._step:
+                self._kv.drop_draft(other.kv)
+                # With a step in flight the pages come free only when it completes.
+                return not in_flight
         victim = self._victim(request)
-        if victim is not None:
-            if self._drafts_in(victim.kv, arena):
-                self._kv.drop_draft(victim.kv)
-            else:
-                self._roster.preempt(victim)
-                self.short_of_pages = True
-            # With a step in flight the pages come free only when it completes.
-            return not self._kv.pool.step_in_flight
-        if self._drafts_in(request.kv, arena) and not self._kv.pool.step_in_flight:
-            self._kv.drop_draft(request.kv)
-            return True
-        return False
+        if victim is None:
+            return False
+        self._roster.preempt(victim)
+        self.short_of_pages = True
+        return not in_flight
 
     def _drafts_in(self, sequence: SequenceKV, arena: int) -> bool:
         layout = self._kv.layout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import merge
+
 from outrider.kv.manager import KVManager
 from outrider.scheduler.queue import RunningList, WaitingQueue
 from outrider.scheduler.request import Request, State
@@ -73,6 +76,12 @@ class Roster:
         self._kv.close(request.kv)
         del self.requests[request.id]
         return aside
+
+    def running_from_last(self) -> Iterator[Request]:
+        """Everybody who runs, the last-ranked first."""
+        return merge(
+            reversed(self.prefilling.snapshot()), reversed(self.decoding.snapshot()), key=lambda r: r.rank, reverse=True
+        )
 
     def last_running(self) -> Request | None:
         """Whoever ranks last among those that run."""

@@ -24,6 +24,11 @@ from outrider.scheduler.request import Request, RequestSpec, State, token_array
 from outrider.scheduler.roster import Roster
 
 
+def fork_name(request_id: str, number: int) -> str:
+    """The id of a further continuation of a request."""
+    return f"{request_id}#{number}"
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config = config
@@ -38,6 +43,8 @@ class Scheduler:
         """Everything has arrived, but a page copy has yet to run."""
         self._new_loads: list[tuple[str, tuple[Load, ...]]] = []
         self._updates: list[Update] = []
+        self._fork_names: dict[str, str] = {}
+        """Names that forks of a request will have, until they have them."""
         self._arrivals = 0
         self._next_step = 0
 
@@ -93,8 +100,13 @@ class Scheduler:
                 f"request {spec.id!r}: n = {spec.n} cannot be handed from a prefill to a decode worker; "
                 "send n requests, the prompt is computed once"
             )
+        forks = [fork_name(spec.id, number) for number in range(1, spec.n)]
+        taken = [name for name in (spec.id, *forks) if name in self.requests or name in self._fork_names]
+        if taken:
+            raise RequestError(f"request id {taken[0]!r} is in use; choose another")
         tokens = token_array(spec.prompt, f"request {spec.id!r}")
         self._enter(spec, tokens, prompt_len, self._arrivals)
+        self._fork_names.update(dict.fromkeys(forks, spec.id))
         self._arrivals += 1
 
     def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int, arrival: int) -> Request:
@@ -122,7 +134,11 @@ class Scheduler:
     def abort(self, request_id: str) -> list[tuple[int, list[int]]]:
         """Forget a request. Returns pages that a transfer in flight may still write to (see load_lost)."""
         request = self.requests.get(request_id)
-        return [] if request is None else self.roster.finish(request, "aborted")
+        if request is None:
+            return []
+        for number in range(1, request.spec.n):
+            self._fork_names.pop(fork_name(request_id, number), None)
+        return self.roster.finish(request, "aborted")
 
     def release_held(self, request_id: str) -> None:
         """The decode side has what it needs, or its lease ran out."""
@@ -328,7 +344,8 @@ class Scheduler:
         """A further continuation of the same prompt; it shares the prompt's pages if there is room to."""
         tokens = parent.tokens[: parent.prompt_len]
         tokens.append(token)
-        spec = replace(parent.spec, id=f"{parent.spec.id}#{number}", n=1, prompt=tokens[:-1])
+        spec = replace(parent.spec, id=fork_name(parent.spec.id, number), n=1, prompt=tokens[:-1])
+        del self._fork_names[spec.id]
         child = self._enter(spec, tokens, parent.prompt_len, self._arrivals)
         self._arrivals += 1
         finish = "stop" if token in spec.stop_tokens else "length" if len(tokens) >= child.max_total else None
