@@ -129,6 +129,7 @@ def test_quarantined_pages_are_neither_handed_out_nor_lost() -> None:
     with pytest.raises(OutOfPages):
         arena.acquire(1)
     arena.restore(aside)
+    arena.release(aside)
     arena.check_integrity()
     assert sorted(arena.acquire(2)) == sorted(aside)
 
@@ -222,7 +223,9 @@ def test_pages_are_conserved_and_evicted_in_order_whatever_happens(seed: int) ->
                 del holders[page]
                 quarantined.append(page)
         elif action == "restore" and quarantined:
-            arena.restore([quarantined.pop()])
+            page = quarantined.pop()
+            arena.restore([page])
+            arena.release([page])
         arena.check_integrity()
         assert (arena.num_held, arena.num_cached) == (len(holders), len(lru))
         assert arena.num_available == 11 - len(holders) - len(quarantined)
