@@ -84,9 +84,7 @@ def test_scaling_starts_from_the_main_workload(report: KVBenchReport) -> None:
 def test_best_is_never_worse_than_the_median(report: KVBenchReport) -> None:
     data = report.to_json()
     assert data["best"]["us_per_request_step"] <= data["us_per_request_step"]
-    assert all(
-        data["best"]["lookup_32k_ms"][name] <= data["lookup_32k_ms"][name] for name in ("hash_ms", "hit_ms")
-    )
+    assert all(data["best"]["lookup_32k_ms"][name] <= data["lookup_32k_ms"][name] for name in ("hash_ms", "hit_ms"))
 
 
 def test_reference_is_marked_as_measured_elsewhere(report: KVBenchReport) -> None:
@@ -121,9 +119,7 @@ def test_the_same_work_is_done_in_every_round(report: KVBenchReport) -> None:
 
 
 def test_cache_is_filled_with_pages_that_nobody_holds() -> None:
-    workload = Workload(
-        method=METHOD, running=4, requests=4, prompt_tokens=40, shared_tokens=0, cached_pages=13
-    )
+    workload = Workload(method=METHOD, running=4, requests=4, prompt_tokens=40, shared_tokens=0, cached_pages=13)
     scheduler = build(workload)
     fill_cache(scheduler, workload, Tokens(workload))
     scheduler.kv.check_integrity()

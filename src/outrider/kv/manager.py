@@ -423,6 +423,7 @@ class KVManager:
         end depend on a token that differs between forks: tap rows of the child's first step feed them.
         """
         assert not child.admitted and parent.admitted
+        assert not self.holdings.copies_outstanding(parent), "a page that waits for its copy cannot be copied on"
         end = parent.committed
         self._fork_groups(parent, child, self.holdings.target, end)
         child.admitted = True
