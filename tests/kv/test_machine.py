@@ -19,7 +19,7 @@ from outrider.sim.scenario import GroupDraw
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
 
 MAX_LEN = 60
-PAGES = 90
+PAGES = 190
 
 
 def group_draws(window: bool) -> st.SearchStrategy[GroupDraw]:
@@ -76,6 +76,19 @@ class KVMachine(RuleBasedStateMachine):
         sequence = self.kv.open(f"s{self.count}", array("I", prompt), total_tokens=MAX_LEN, k=3, salt=salt)
         self.prompts[sequence.id] = tuple(prompt)
         self.take_in(sequence, prompt, seed=self.count)
+
+    @precondition(lambda self: 0 < len(self.live) < 4)
+    @rule(which=st.integers(0, 3), length=st.integers(1, 40))
+    def admit_again(self, which: int, length: int) -> None:
+        """The same tokens as a sequence that runs, up to some length: a hit, often inside a page."""
+        like = self.live[which % len(self.live)]
+        tokens = list(like.tokens[:length])
+        self.count += 1
+        sequence = self.kv.open(
+            f"s{self.count}", array("I", tokens), total_tokens=MAX_LEN, k=3, salt=like.namespace[1]
+        )
+        self.prompts[sequence.id] = tuple(tokens)
+        self.take_in(sequence, tokens, seed=self.count)
 
     def take_in(self, sequence: SequenceKV, prompt: list[int], seed: int) -> None:
         self.device.add(sequence.id, DeviceRequest(prompt, seed, self.reference(sequence, seed)), sequence.namespace)

@@ -105,21 +105,24 @@ class Holdings:
 
     def share(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
         """Give the child the parent's slots below `end`: whole pages by reference, the last one by copy."""
-        partial = [g for g, size in groups if end % size and parent.groups[g].low < end]
+        held_from = {g: max(parent.groups[g].low, parent.groups[g].first_page * size) for g, size in groups}
+        partial = [g for g, size in groups if end % size and held_from[g] < end]
         self.pool.require([(g, 1) for g in partial])
         for g, size in groups:
-            state, whole = parent.groups[g], end // size
+            state, low, whole = parent.groups[g], held_from[g], end // size
+            if low >= end:
+                child.groups[g].place(whole, (), low=end, published=page_count(end, size))
+                continue
             pages = state.pages[state.first_page : whole]
             self.pool.retain(g, pages)
             if g in partial:
                 source, start = state.pages[whole], whole * size
                 self.pool.retain_source(g, source)
                 (fresh,) = self.pool.acquire(g, 1)
-                self.copy_later(child, g, source, fresh, max(0, state.low - start), end - start)
+                self.copy_later(child, g, source, fresh, max(0, low - start), end - start)
                 pages = [*pages, fresh]
-            first, low = min(state.first_page, whole), min(state.low, end)
-            published = max(first, min(whole, state.published), page_count(low, size))
-            child.groups[g].place(first, pages, low=low, published=published)
+            published = max(state.first_page, min(whole, state.published), page_count(low, size))
+            child.groups[g].place(state.first_page, pages, low=low, published=published)
 
     def own_page(self, sequence: SequenceKV, g: int, size: int, end: int) -> None:
         """Make the page that position `end` lies in the sequence's own, if others read it."""

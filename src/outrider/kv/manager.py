@@ -430,13 +430,28 @@ class KVManager:
         child.hit = child.load_end = end
         if parent.drafting:
             child.drafting = True
-            child.draft_end = min(end - self._footprint.token_reach, parent.draft_end)
-            try:
-                self._fork_groups(parent, child, self.holdings.draft, child.draft_end)
-            except OutOfPages:
-                self.drop_draft(child)
+            self._fork_draft(parent, child, end)
         self._start_at(child, end)
         self.holdings.assign_all(child)
+
+    def _fork_draft(self, parent: SequenceKV, child: SequenceKV, end: int) -> None:
+        reach, holdings = self._footprint.token_reach, self.holdings
+        tap_rows_possible = all(
+            max(parent.groups[g].low, parent.groups[g].first_page * size)
+            <= self.layout.groups[g].kind.needed(end, reach).start
+            for g, size in holdings.target
+        )
+        if not tap_rows_possible:
+            # A window has moved on (see commit's keep_window): the drafter starts afresh at the end.
+            child.draft_end = self._footprint.durable_end(end) - self._footprint.durable_lead
+            for g, size in holdings.draft:
+                holdings.keep_run(child, g, size, (), child.draft_end)
+            return
+        child.draft_end = min(end - reach, parent.draft_end)
+        try:
+            self._fork_groups(parent, child, holdings.draft, child.draft_end)
+        except OutOfPages:
+            self.drop_draft(child)
 
     def _fork_groups(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
         self.holdings.share(parent, child, groups, end)
