@@ -84,9 +84,7 @@ class KVMachine(RuleBasedStateMachine):
         like = self.live[which % len(self.live)]
         tokens = list(like.tokens[:length])
         self.count += 1
-        sequence = self.kv.open(
-            f"s{self.count}", array("I", tokens), total_tokens=MAX_LEN, k=3, salt=like.namespace[1]
-        )
+        sequence = self.kv.open(f"s{self.count}", array("I", tokens), total_tokens=MAX_LEN, k=3, salt=like.namespace[1])
         self.prompts[sequence.id] = tuple(tokens)
         self.take_in(sequence, tokens, seed=self.count)
 

@@ -187,6 +187,7 @@ class Holdings:
         if low < end:
             self.cut(sequence, g, size, end)
             state.low = low
+            state.published = max(state.published, page_count(low, size))
         else:
             self.give_back(g, state.held())
             state.place(end // size, (), low=end, published=page_count(end, size))

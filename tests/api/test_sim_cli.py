@@ -1,0 +1,66 @@
+"""`outrider sim` as a person or a script calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+REQUIRED = {
+    "scenarios", "steps", "faults", "violations", "wrong_outputs", "leaked_pages", "hit_mismatches", "seconds"
+}  # fmt: skip
+
+
+def outrider(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    script = Path(sys.executable).with_name("outrider")
+    return subprocess.run([str(script), *arguments], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_json_is_one_object_with_the_promised_fields() -> None:
+    run = outrider("sim", "--seed", "3", "--scenarios", "30", "--json")
+    assert run.returncode == 0, run.stderr
+    counts = json.loads(run.stdout)
+    assert set(counts) >= REQUIRED
+    assert counts["scenarios"] == 30
+    assert counts["violations"] == counts["wrong_outputs"] == counts["leaked_pages"] == counts["hit_mismatches"] == 0
+
+
+def test_a_bug_put_back_is_named_traced_and_replayed(tmp_path: Path) -> None:
+    run = outrider("sim", "--mutate", "double_free", "--trace-dir", str(tmp_path))
+    assert run.returncode == 1
+    assert "I5 broken" in run.stdout
+    (trace,) = tmp_path.glob("*.json")
+    again = outrider("sim", "--replay", str(trace), "--json")
+    assert again.returncode == 1
+    result = json.loads(again.stdout)
+    assert result["exact"]
+    assert result["invariant"] == "I5"
+
+
+def test_a_missing_trace_is_one_readable_line() -> None:
+    run = outrider("sim", "--replay", "nowhere.json")
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: cannot read nowhere.json")
+    assert "Traceback" not in run.stderr
+
+
+def test_wrong_numbers_are_refused() -> None:
+    run = outrider("sim", "--scenarios", "0")
+    assert run.returncode == 2
+    assert "scenarios" in run.stderr
+
+
+def test_the_demo_shows_a_run_a_campaign_and_a_bug() -> None:
+    run = outrider("sim", "--demo")
+    assert run.returncode == 0, run.stderr
+    for part in ("alice", "hits 20 of 21 tokens", "all outputs equal the oracle's", "violations", "I1 broken"):
+        assert part in run.stdout
+
+
+def test_importing_the_core_leaves_heavy_libraries_out() -> None:
+    code = (
+        "import sys, outrider.kv, outrider.scheduler, outrider.sim\n"
+        "assert not {'torch', 'numpy', 'typer', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,104 @@
+"""The simulation: clean code passes, every kind of fault happens, and equal inputs give equal runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.sim.campaign import FAULT_KINDS, Tally, run_campaign, run_scenario, without_speculation
+from outrider.sim.oracle import EMPTY_SLOT
+from outrider.sim.scenario import GroupDraw, RequestDraw, Scenario, draw
+from outrider.sim.world import World
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    return run_campaign(seed=2026, scenarios=400)
+
+
+def test_nothing_is_wrong_in_any_scenario(tally: Tally) -> None:
+    assert tally.failures == []
+    assert tally.scenarios == 400
+    counts = tally.as_json()
+    assert not any(counts[name] for name in ("violations", "wrong_outputs", "leaked_pages", "hit_mismatches", "stuck"))
+
+
+def test_every_kind_of_fault_happens(tally: Tally) -> None:
+    assert [kind for kind in FAULT_KINDS if not tally.faults[kind]] == []
+    assert set(tally.faults) == set(FAULT_KINDS)
+
+
+def test_drafts_are_proposed_and_some_are_rejected(tally: Tally) -> None:
+    assert 0 < tally.accepted_tokens < tally.draft_tokens
+
+
+def test_one_process_and_two_find_the_same() -> None:
+    one, two = run_campaign(3, 45, processes=1).as_json(), run_campaign(3, 45, processes=2).as_json()
+    for counts in (one, two):
+        del counts["seconds"], counts["steps_per_second"]
+    assert one == two
+
+
+@pytest.mark.parametrize("index", range(0, 40, 8))
+def test_a_scenario_runs_the_same_way_twice(index: int) -> None:
+    first, second = World(draw(9, index)).run(), World(draw(9, index)).run()
+    assert (first.digest, first.steps, first.hits) == (second.digest, second.steps, second.hits)
+
+
+def test_other_seeds_draw_other_scenarios() -> None:
+    assert draw(1, 0) == draw(1, 0)
+    assert draw(1, 0) != draw(2, 0) != draw(1, 1)
+
+
+def small_scenario(method: str = "dflash", acceptance: float = 1.0) -> Scenario:
+    prompt = tuple(range(1, 22))
+    return Scenario(
+        seed=4,
+        method=method,
+        target=(GroupDraw(page_tokens=4, slot_bytes=1),),
+        draft=(GroupDraw(page_tokens=4, slot_bytes=1),),
+        acceptance=acceptance,
+        vocabulary=50,
+        requests=(
+            RequestDraw(id="a", prompt=prompt, max_tokens=12, k=4, stops=False),
+            RequestDraw(id="b", prompt=prompt, max_tokens=12, k=4, at=40, stops=False),
+        ),
+    )
+
+
+def test_acceptance_rate_is_a_parameter() -> None:
+    full, none = run_scenario(small_scenario()), run_scenario(small_scenario(acceptance=0.0))
+    assert full.failure is None and none.failure is None
+    assert full.accepted == full.drafts > 0
+    assert none.accepted == 0 < none.drafts
+    assert full.steps < none.steps
+
+
+def test_a_wrong_slot_is_a_wrong_token() -> None:
+    """The model computes from slots: overwrite one behind everybody's back and the text changes."""
+    world = World(small_scenario("none"))
+    device = world.workers["decode"].device
+    world.watch(lambda plan, verdict: device.memory[0][device.tables.table("a", 0)[1]].__setitem__(2, EMPTY_SLOT))
+    failure = world.run().failure
+    assert failure is not None
+    assert failure.kind == "wrong_output"
+    assert failure.invariant == "I7"
+
+
+def test_a_drafter_with_a_wrong_context_is_noticed() -> None:
+    world = World(small_scenario())
+    device = world.workers["decode"].device
+    world.watch(lambda plan, verdict: device.memory[0][device.tables.table("a", 1)[1]].__setitem__(2, EMPTY_SLOT))
+    failure = world.run().failure
+    assert failure is not None
+    assert "wrong context" in failure.message
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "mtp", "dflash"])
+def test_hits_one_by_one_are_those_of_a_run_without_speculation(method: str) -> None:
+    scenario = replace(small_scenario(method, 0.7), one_by_one=True, arena_slack=20.0)
+    result = run_scenario(scenario)
+    assert result.failure is None
+    assert result.hits == World(without_speculation(scenario)).run().hits
+    assert result.hits[1] == ("b", 20)
