@@ -221,18 +221,9 @@ class Holdings:
 
     def measure_room(self, sequence: SequenceKV) -> None:
         """How far each owner's pages reach, and where its last page starts."""
-        groups = sequence.groups
-        room, last = NEVER, -1
-        for g, size in self.target:
-            end = len(groups[g].pages) * size
-            room, last = min(room, end), max(last, end - size)
-        sequence.target_room, sequence.target_last_page_start = room, last
-        room, last = NEVER, -1
-        if sequence.drafting:
-            for g, size in self.draft:
-                end = len(groups[g].pages) * size
-                room, last = min(room, end), max(last, end - size)
-        sequence.draft_room, sequence.draft_last_page_start = room, last
+        sequence.target_room, sequence.target_last_page_start = _room(sequence.groups, self.target)
+        draft = self.draft if sequence.drafting else []
+        sequence.draft_room, sequence.draft_last_page_start = _room(sequence.groups, draft)
 
     def assign(self, sequence: SequenceKV, g: int, first_page: int = 0) -> None:
         """Tell the runner about the table of one group from a page number on."""
@@ -280,3 +271,15 @@ class Holdings:
         for counted in refs:
             counted[SINK] = 1
         return refs
+
+
+def _room(states: Sequence[GroupPages], groups: GroupSizes) -> tuple[int, int]:
+    """Where the shortest of the groups ends, and where the last page of the longest starts."""
+    room, last_page_start = NEVER, -1
+    for g, size in groups:
+        end = len(states[g].pages) * size
+        if end < room:
+            room = end
+        if end - size > last_page_start:
+            last_page_start = end - size
+    return room, last_page_start

@@ -35,7 +35,7 @@ from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, Media, Tier
 from outrider.kv.publication import Publisher
 from outrider.kv.search import GroupView
-from outrider.kv.sizing import check_fits, fits, worst_case_pages
+from outrider.kv.sizing import check_fits, longest_that_fits
 
 
 class Admission(NamedTuple):
@@ -66,7 +66,10 @@ class KVManager:
         self._observer = observer
         self._publisher = Publisher(layout, self.pool, observer)
         self._footprint = layout.footprint
+        self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
+        """Some group frees pages before its sequence ends."""
         self._roots: dict[tuple[str, str], bytes] = {}
+        self._longest: dict[tuple[int, bool], int] = {}
 
     def _durable_end(self, sequence: SequenceKV, group: int) -> int:
         return sequence.committed if group < self.layout.num_target else sequence.draft_end
@@ -87,7 +90,8 @@ class KVManager:
         """Enter a sequence that will grow to at most total_tokens. It holds nothing until admitted."""
         if id in self.sequences:
             raise RequestError(f"request id {id!r} is in use; choose another")
-        check_fits(self.layout, self.config, id, total_tokens, k)
+        if total_tokens > self._longest_that_fits(k, draft=False):
+            check_fits(self.layout, self.config, id, total_tokens, k)
         chain = Chain(self._root(adapter, salt), self.layout.grain, media)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         ahead, footprint = self.config.steps_ahead * (1 + k), self._footprint
@@ -104,8 +108,13 @@ class KVManager:
 
     def draft_fits(self, total_tokens: int, k: int) -> bool:
         """Could the sequence's draft groups be held beside its target groups, running alone?"""
-        worst = worst_case_pages(self.layout, self.config, total_tokens, k, draft=True)
-        return fits(worst, self.config)
+        return total_tokens <= self._longest_that_fits(k, draft=True)
+
+    def _longest_that_fits(self, k: int, *, draft: bool) -> int:
+        longest = self._longest.get((k, draft))
+        if longest is None:
+            longest = self._longest[k, draft] = longest_that_fits(self.layout, self.config, k, draft=draft)
+        return longest
 
     def search(self, sequence: SequenceKV, limit: int, *, draft: bool) -> tuple[Hit, list[GroupView]]:
         """The hit for this sequence on the cache as it is now. Changes nothing."""
@@ -290,18 +299,17 @@ class KVManager:
         """
         if target_end <= sequence.target_room and draft_end <= sequence.draft_room:
             return
-        holdings = self.holdings
-        missing = holdings.missing(sequence, holdings.target, target_end)
-        if missing:
+        holdings, missing = self.holdings, []
+        if target_end > sequence.target_room:
+            missing = holdings.missing(sequence, holdings.target, target_end)
             self.pool.require(missing)
-        if sequence.drafting:
+        if draft_end > sequence.draft_room:
             draft_missing = holdings.missing(sequence, holdings.draft, draft_end)
-            if draft_missing:
-                try:
-                    self.pool.require(missing + draft_missing)
-                    missing += draft_missing
-                except OutOfPages:
-                    self.drop_draft(sequence)
+            try:
+                self.pool.require(missing + draft_missing)
+                missing += draft_missing
+            except OutOfPages:
+                self.drop_draft(sequence)
         holdings.grow(sequence, missing)
 
     def has_room(self, sequence: SequenceKV, length: int) -> bool:
@@ -349,19 +357,22 @@ class KVManager:
     def _advance(self, sequence: SequenceKV, *, margin: int) -> None:
         """A page was completed, or left its window. `margin`: positions before the end that tap rows will query."""
         self.publish(sequence)
-        self._free_behind(sequence, max(margin, self.config.keep_margin))
+        if self._slides:
+            self._free_behind(sequence, max(margin, self.config.keep_margin))
         self._next_event(sequence)
 
     def publish(self, sequence: SequenceKV) -> None:
         """Enter every page into the index that is full, durable, and worth keeping."""
         if not self.config.prefix_caching:
             return
+        num_target = self.layout.num_target
         for g, size in self.holdings.groups(sequence):
-            state, stop = sequence.groups[g], self._durable_end(sequence, g) // size
+            state = sequence.groups[g]
+            stop = (sequence.committed if g < num_target else sequence.draft_end) // size
             if stop <= state.published:
                 continue
             first, state.published = max(state.published, state.first_page), stop
-            if g < self.layout.num_target or not self._fed_above_gap(sequence, g):
+            if g < num_target or not self._fed_above_gap(sequence, g):
                 self._publisher.publish(sequence, g, first, stop)
 
     def _fed_above_gap(self, sequence: SequenceKV, g: int) -> bool:
@@ -379,13 +390,14 @@ class KVManager:
 
     def _next_event(self, sequence: SequenceKV) -> None:
         """The first committed end at which a page completes or leaves a window."""
-        event = NEVER
-        for g, size in self.holdings.groups(sequence):
-            state = sequence.groups[g]
-            if self.config.prefix_caching:
-                lead = 0 if g < self.layout.num_target else self._footprint.durable_lead
-                event = min(event, (state.published + 1) * size - lead)
-            freed_at = self.layout.groups[g].kind.freed_at((state.first_page + 1) * size)
+        event, groups, holdings = NEVER, sequence.groups, self.holdings
+        if self.config.prefix_caching:
+            for g, size in holdings.target:
+                event = min(event, (groups[g].published + 1) * size)
+            for g, size in holdings.draft if sequence.drafting else ():
+                event = min(event, (groups[g].published + 1) * size - self._footprint.durable_lead)
+        for g, size in holdings.groups(sequence) if self._slides else ():
+            freed_at = self.layout.groups[g].kind.freed_at((groups[g].first_page + 1) * size)
             if freed_at is not None:
                 event = min(event, freed_at + self.config.keep_margin)
         sequence.next_event = event

@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import iter_unpack
 from typing import NamedTuple, Protocol
 
 from outrider.kv.footprint import GroupSpec, KVFootprint
@@ -96,12 +97,13 @@ class Chain:
         width = grain * TOKEN_BYTES
         copy, base = _EMPTY.copy, bases[-1]
         append = bases.append
-        for offset in range(0, len(data), width):
+        start = done * grain
+        for (block,) in iter_unpack(f"{width}s", data):
             hasher = copy()
-            hasher.update(base + data[offset : offset + width])
+            hasher.update(base + block)
             if self.media:
-                start = done * grain + offset // TOKEN_BYTES
                 hasher.update(self._media_bytes(start, start + grain))
+                start += grain
             base = hasher.digest()
             append(base)
 
@@ -211,14 +213,10 @@ class GroupIndex:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    count = min(len(left), len(right)) // TOKEN_BYTES
-    if left[: count * TOKEN_BYTES] == right[: count * TOKEN_BYTES]:
-        return count
-    low, high = 0, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle
-    return low
+    """Whole tokens before the first bit that differs."""
+    size = min(len(left), len(right))
+    differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    if not differing:
+        return size // TOKEN_BYTES
+    lowest_bit = (differing & -differing).bit_length() - 1
+    return lowest_bit // (8 * TOKEN_BYTES)

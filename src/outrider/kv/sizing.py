@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from outrider.errors import AdmissionError
@@ -40,6 +41,15 @@ def check_fits(layout: KVLayout, config: KVConfig, id: str, total_tokens: int, k
                 f"{arena} ({layout.arena_page_bytes[arena]} bytes each), which has {pages - 1}; shorten the "
                 "prompt, lower max_tokens, or give the KV cache more memory"
             )
+
+
+def longest_that_fits(layout: KVLayout, config: KVConfig, k: int, *, draft: bool) -> int:
+    """The longest sequence that could be held, running alone: the worst case never shrinks with the length."""
+
+    def too_long(total_tokens: int) -> bool:
+        return not fits(worst_case_pages(layout, config, total_tokens, k, draft=draft), config)
+
+    return bisect_right(range(config.max_model_len + 1), False, key=too_long) - 1
 
 
 def fits(worst: Sequence[int], config: KVConfig) -> bool:

@@ -73,9 +73,9 @@ class Planner:
         budget = self._budget
         footprint, ahead, draft_rows = self._footprint, self._ahead, self._draft_rows
         has_groups, rows, step, new_row = bool(footprint.groups), self._rows, self._step, tuple.__new__
-        share_k: dict[int, int] = {}
+        decoding, share_k = State.DECODING, dict[int, int]()
         for request in self._roster.decoding.snapshot():
-            if request.state is not State.DECODING:
+            if request.state is not decoding:
                 continue  # preempted a moment ago
             kv, flight = request.kv, request.flight
             known = len(request.tokens)
@@ -93,29 +93,33 @@ class Planner:
             k = share_k.get(request.k)
             if k is None:
                 k = share_k[request.k] = drafts_for_share(footprint, request.k, budget.share_rows)
-            drafts = min(drafts, k, remaining - 1)
-            v = start + 1 + drafts
-            remaining -= 1 + drafts
+            if drafts > k:
+                drafts = k
+            if drafts >= remaining:
+                drafts = remaining - 1
+            count = 1 + drafts
+            v = start + count
+            remaining -= count
             if v > request.full_k_until or remaining <= k:
                 k = footprint.fit(k=k, v=v, max_model_len=self._kv.config.max_model_len, remaining_tokens=remaining)
-            if not kv.drafting and has_groups:
+            if has_groups and not kv.drafting:
                 k = 0
-            if (
-                request.fresh
-                or v > kv.target_room
-                or v + ahead[k] > kv.draft_room
-                or 1 + drafts + draft_rows[k] > budget.left
-            ):
-                self._plan_row(request, start=start, count=1 + drafts, drafts=drafts, k=k, samples=1)
+            if request.fresh or count + draft_rows[k] > budget.left:
+                self._plan_row(request, start=start, count=count, drafts=drafts, k=k, samples=1)
                 continue
-            # The common case: nothing to reserve, nothing to catch up with.
+            # The common case: nothing to catch up with, and mostly nothing to reserve.
+            if v > kv.target_room or v + ahead[k] > kv.draft_room:
+                if not self._reserve(request, v, k):
+                    continue
+                if has_groups and not kv.drafting:
+                    k = 0
             row = new_row(
                 StepRow,
                 (
                     request.spec.id,
                     request.epoch,
                     start,
-                    1 + drafts,
+                    count,
                     drafts,
                     0,
                     k,
@@ -128,7 +132,7 @@ class Planner:
             rows.append(row)
             flight.append(row)
             request.planned_step = step
-            budget.left -= 1 + drafts + draft_rows[k]
+            budget.left -= count + draft_rows[k]
 
     def plan_prefill(self, request: Request) -> None:
         """The next chunk of a prompt; the last chunk samples, and proposes."""
@@ -226,6 +230,7 @@ class Planner:
         while True:
             try:
                 self._kv.reserve(request.kv, v, self._draft_reserve_end(request, v, k))
+                request.stalled = False
                 return True
             except OutOfPages as shortage:
                 if not self._make_room(request, shortage.arena):

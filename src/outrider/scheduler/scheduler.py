@@ -282,33 +282,42 @@ class Scheduler:
         for loaded in settling:
             self._maybe_start_loaded(loaded)
         updates = self.take_updates()
+        requests, commit_kv, new_update = self.requests, self._commit_kv, tuple.__new__
+        num_drafts = num_draft_tokens = num_accepted_tokens = 0
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
-            request = self.requests.get(row.request)
+            request = requests.get(row.request)
             if request is None or not request.flight or request.flight[0] is not row:
                 continue  # gone meanwhile
             del request.flight[0]
             if not row.samples:
                 if row.epoch == request.epoch:
-                    self._commit_kv(request, row, row.start + row.num_rows)
+                    commit_kv(request, row, row.start + row.num_rows)
                 continue
-            kept, finish = self._append(request, tokens)
-            if finish == "length" and self._hands_over(request):
-                finish = "prefilled"
-            if row.drafts:
-                self.num_drafts += 1
-                self.num_draft_tokens += row.drafts
-                self.num_accepted_tokens += len(tokens) - 1
-            forks = verdict.fork_tokens.get(row.request, ())
+            known, drafts, finish = request.tokens, row.drafts, None
+            if drafts:
+                num_drafts += 1
+                num_draft_tokens += drafts
+                num_accepted_tokens += len(tokens) - 1
+            if request.spec.stop_tokens or len(known) + len(tokens) >= request.max_total:
+                tokens, finish = self._cut_at_end(request, tokens)
+            known.extend(tokens)
+            forks = verdict.fork_tokens.get(row.request, ()) if row.samples > 1 else ()
             if row.epoch == request.epoch:
                 request.drafts = request.proposed = proposed
-                self._commit_kv(request, row, len(request.tokens) - 1, keep_window=bool(forks))
-            updates.append(Update(request.id, kept, finish))
+                if forks:
+                    commit_kv(request, row, len(known) - 1, keep_window=True)
+                else:
+                    commit_kv(request, row, len(known) - 1)
+            updates.append(new_update(Update, (row.request, tokens, finish)))
             for number, token in enumerate(forks, start=1):
                 updates.append(self._fork(request, row, number, token))
             if finish == "prefilled":
                 self.roster.hold(request)
             elif finish is not None:
                 self.roster.finish(request, finish)
+        self.num_drafts += num_drafts
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
         return updates
 
     def _hands_over(self, request: Request) -> bool:
@@ -317,14 +326,17 @@ class Scheduler:
         return self.config.role is Role.PREFILL and request.max_total < whole
 
     def _commit_kv(self, request: Request, row: StepRow, v: int, *, keep_window: bool = False) -> None:
-        kv, flight = request.kv, request.flight
-        fed_to = row.feed_to
-        self.kv.commit(kv, v, fed_to=fed_to, ahead=flight[0].num_rows if flight else 0, keep_window=keep_window)
+        flight, fed_to = request.flight, row.feed_to
+        if not flight and fed_to is None and not keep_window:
+            self.kv.commit(request.kv, v)
+            return
+        ahead = flight[0].num_rows if flight else 0
+        self.kv.commit(request.kv, v, fed_to=fed_to, ahead=ahead, keep_window=keep_window)
         if fed_to is not None:
             request.fresh = True
 
-    def _append(self, request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """Add tokens up to the first stop token or the length limit."""
+    def _cut_at_end(self, request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+        """The tokens up to the first stop token or the length limit, and what ended them."""
         finish = None
         stop = request.spec.stop_tokens
         if stop:
@@ -335,9 +347,8 @@ class Scheduler:
         room = request.max_total - len(request.tokens)
         if len(tokens) >= room:
             if len(tokens) > room or finish is None:
-                finish = "length"
+                finish = "prefilled" if self._hands_over(request) else "length"
             tokens = tokens[:room]
-        request.tokens.extend(tokens)
         return tokens, finish
 
     def _fork(self, parent: Request, row: StepRow, number: int, token: int) -> Update:
