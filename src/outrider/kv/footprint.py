@@ -189,6 +189,13 @@ class KVFootprint:
         """Positions below v that the drafter could store but was not fed."""
         return max(0, (v if self.max_len is None else min(v, self.max_len)) - durable_end)
 
+    def publishes_above(self, low: int) -> bool:
+        """May pages be published of a group that starts at `low`?
+
+        A drafter that reads its own KV while it is fed writes something else above a gap than the keys say.
+        """
+        return low == 0 or self.rebuild or not self.feed_reads_kv
+
     def reserve_end(self, *, v: int, k: int) -> int:
         """Where the reservation of a step ends that ends at v and proposes k."""
         if not self.groups:

@@ -105,7 +105,7 @@ class Holdings:
 
     def share(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
         """Give the child the parent's slots below `end`: whole pages by reference, the last one by copy."""
-        held_from = {g: max(parent.groups[g].low, parent.groups[g].first_page * size) for g, size in groups}
+        held_from = {g: parent.groups[g].held_from(size) for g, size in groups}
         partial = [g for g, size in groups if end % size and held_from[g] < end]
         self.pool.require([(g, 1) for g in partial])
         for g, size in groups:

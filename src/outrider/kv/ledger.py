@@ -54,6 +54,14 @@ class GroupPages:
     def held(self) -> list[int]:
         return self.pages[self.first_page :]
 
+    @property
+    def num_held(self) -> int:
+        return len(self.pages) - self.first_page
+
+    def held_from(self, page_tokens: int) -> int:
+        """The first position that is both held and valid."""
+        return max(self.low, self.first_page * page_tokens)
+
     def place(self, first_page: int, pages: Items[int], *, low: int, published: int) -> None:
         self.pages = [SINK] * first_page
         self.pages.extend(pages)

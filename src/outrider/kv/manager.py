@@ -35,7 +35,7 @@ from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, Media, Tier
 from outrider.kv.publication import Publisher
 from outrider.kv.search import GroupView
-from outrider.kv.sizing import check_fits, longest_that_fits
+from outrider.kv.sizing import check_fits, longest_that_fits, resident_pages
 
 
 class Admission(NamedTuple):
@@ -258,8 +258,7 @@ class KVManager:
         parts = self._loaded(sequence, groups, sequence.draft_end)
         reachable = min(end, footprint.durable_end(end))
         if footprint.rebuild:
-            kinds = [self.layout.groups[g].kind for g in groups]
-            sequence.draft_end = longest_held(kinds, parts, reachable)
+            sequence.draft_end = longest_held([self.layout.groups[g].kind for g in groups], parts, reachable)
         elif pulled or end != sequence.hit:
             sequence.draft_end = reachable
         # Otherwise it stays where the hit left it, and tap rows feed the rest.
@@ -284,9 +283,8 @@ class KVManager:
         """The durable slots that may leave this worker, per group. Scratch is never among them."""
         out: dict[int, Interval] = {}
         for g, size in self.holdings.groups(sequence):
-            state = sequence.groups[g]
             end = min(sequence.committed, self._durable_end(sequence, g))
-            out[g] = Interval(max(state.low, state.first_page * size), end)
+            out[g] = Interval(sequence.groups[g].held_from(size), end)
         return out
 
     # ---- one step ----------------------------------------------------------------------------------
@@ -314,12 +312,8 @@ class KVManager:
 
     def has_room(self, sequence: SequenceKV, length: int) -> bool:
         """Could the target's pages for a sequence of this length be had now?"""
-        missing = []
-        for g, size in self.holdings.target:
-            state, kind = sequence.groups[g], self.layout.groups[g].kind
-            resident = kind.resident_tokens(length, self.config.step_tokens, self.layout.margin)
-            held = len(state.pages) - state.first_page
-            missing.append((g, max(0, page_count(resident, size) - held)))
+        resident = resident_pages(self.layout, self.config, length)
+        missing = [(g, max(0, pages - sequence.groups[g].num_held)) for g, pages in enumerate(resident)]
         try:
             self.pool.require(missing)
         except OutOfPages:
@@ -372,13 +366,8 @@ class KVManager:
             if stop <= state.published:
                 continue
             first, state.published = max(state.published, state.first_page), stop
-            if g < num_target or not self._fed_above_gap(sequence, g):
+            if g < num_target or self._footprint.publishes_above(state.low):
                 self._publisher.publish(sequence, g, first, stop)
-
-    def _fed_above_gap(self, sequence: SequenceKV, g: int) -> bool:
-        """A drafter that reads its own KV while feeding wrote something else than its key would say."""
-        low = sequence.groups[g].low
-        return self._footprint.feed_reads_kv and not self._footprint.rebuild and low > 0
 
     def _free_behind(self, sequence: SequenceKV, margin: int) -> None:
         """Give back pages that no query at or after the committed end, less the margin, reads."""
@@ -447,11 +436,9 @@ class KVManager:
         self.holdings.assign_all(child)
 
     def _fork_draft(self, parent: SequenceKV, child: SequenceKV, end: int) -> None:
-        reach, holdings = self._footprint.token_reach, self.holdings
+        reach, holdings, kinds = self._footprint.token_reach, self.holdings, self.layout.groups
         tap_rows_possible = all(
-            max(parent.groups[g].low, parent.groups[g].first_page * size)
-            <= self.layout.groups[g].kind.needed(end, reach).start
-            for g, size in holdings.target
+            parent.groups[g].held_from(size) <= kinds[g].kind.needed(end, reach).start for g, size in holdings.target
         )
         if not tap_rows_possible:
             # A window has moved on (see commit's keep_window): the drafter starts afresh at the end.

@@ -31,6 +31,14 @@ def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: i
     return pages
 
 
+def resident_pages(layout: KVLayout, config: KVConfig, length: int) -> list[int]:
+    """Per target group: pages that a sequence of this length holds at once while it is computed."""
+    return [
+        page_count(spec.kind.resident_tokens(length, config.step_tokens, layout.margin), spec.page_tokens)
+        for spec in layout.target
+    ]
+
+
 def check_fits(layout: KVLayout, config: KVConfig, id: str, total_tokens: int, k: int) -> None:
     """Refuse a sequence whose target groups could never be held."""
     worst = worst_case_pages(layout, config, total_tokens, k, draft=False)
