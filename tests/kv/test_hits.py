@@ -23,7 +23,7 @@ from tests.kv.fakes import (
     watched,
 )
 
-from outrider.kv import GroupSpec, Interval, KVFootprint, KVManager
+from outrider.kv import GroupSpec, Interval, KVFootprint, KVManager, Proposing
 from outrider.kv.intervals import page_count
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.pages import SINK
@@ -311,23 +311,41 @@ def test_draft_pages_that_are_gone_leave_a_later_low_and_the_hit_as_it_was() -> 
     assert watch.numbers(sequence, 1) == [5]
 
 
-def test_a_drafter_that_reads_its_own_kv_takes_no_run_above_a_gap() -> None:
-    reading = KVFootprint(
-        name="reading",
-        proposing=drafter("eagle").proposing,
-        groups=(full("draft"),),
-        taps=(1,),
-        feed_reads_kv=True,
-    )
-    hand, watch = watched(full(page=8), footprint=reading)
-    kv = hand.kv
+READING = KVFootprint(name="reading", proposing=Proposing.CHAIN, groups=(full("draft"),), taps=(1,), feed_reads_kv=True)
+"""Feeding a slot reads the drafter's own earlier slots, as in a module of several layers."""
+
+
+def test_a_drafter_that_reads_its_own_kv_publishes_nothing_above_a_gap() -> None:
+    hand, watch = watched(full(page=8), footprint=READING)
     hand.serve(ids(24), may_draft=False)
     above = hand.prefill(ids(25) + ids(7, seed=1))
     assert above.groups[1].low == 24
-    assert watch.numbers(above, 1) == []
     hand.decode(above, range(30))
     assert watch.numbers(above, 1) == []
-    assert len(kv.pool.indexes[1]) == 0
+    assert len(hand.kv.pool.indexes[1]) == 0
+
+
+def test_a_drafter_that_reads_its_own_kv_takes_a_whole_run_and_none_above_a_gap() -> None:
+    hand, watch = watched(full(page=8), footprint=READING)
+    hand.serve(ids(40))
+    whole = hand.admit(ids(40))
+    assert watch.hits[whole.id] == (39, 0, (Interval(0, 39),))
+    hand.kv.close(whole)
+    hand.settle()
+    index = hand.kv.pool.indexes[1]
+    index.remove_page(next(iter(index.pages.values())))
+    above = hand.admit(ids(40))
+    assert watch.hits[above.id] == (39, 0, (Interval(39, 39),))
+
+
+def test_a_drafter_that_reads_no_kv_takes_the_run_above_a_gap() -> None:
+    hand, watch = watched(full(page=8), footprint=drafter("dflash"))
+    hand.serve(ids(40))
+    index = hand.kv.pool.indexes[1]
+    index.remove_page(list(index.pages.values())[1])
+    above = hand.admit(ids(40))
+    assert watch.hits[above.id] == (39, 0, (Interval(16, 39),))
+    assert above.groups[1].low == 16
 
 
 def test_a_drafter_that_can_rebuild_starts_from_its_longest_prefix() -> None:

@@ -253,6 +253,37 @@ def test_a_peer_without_the_draft_groups_is_asked_for_the_target_only(method: st
     kv.check_integrity()
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "dflash"])
+def test_a_drafter_with_a_limit_is_sent_what_it_can_store(method: str) -> None:
+    hand, _watch = watched(full(page=8), footprint=drafter(method, max_len=24))
+    sequence, loads = loading(hand, 40, (0, 1))
+    footprint = hand.kv.layout.footprint
+    limit = 24 - footprint.durable_lead
+    assert by_group(loads) == {0: Interval(0, 40), 1: Interval(0, limit)}
+    for load in loads:
+        hand.kv.import_interval(sequence, load)
+    assert hand.kv.finish_loading(sequence) == 40
+    assert (sequence.groups[1].low, sequence.draft_end) == (0, limit)
+
+
+def test_loading_is_not_finished_before_the_copies_beside_it_have_run() -> None:
+    """A page is filled by both: its front from the cache, its rest from the peer."""
+    hand = Hand(make_manager(full(page=8)))
+    kv = hand.kv
+    hand.serve(ids(20) + ids(20, seed=1))
+    sequence = hand.open(ids(41), total=60)
+    (load,) = kv.admit(sequence, remote={0: Interval(0, 40)}).loads
+    assert load.interval == Interval(20, 40)
+    kv.import_interval(sequence, load)
+    assert not kv.may_finish_loading(sequence)
+    plan = hand.plan()
+    assert len(plan.copies) == 1
+    assert not kv.may_finish_loading(sequence)
+    hand.done(plan)
+    assert kv.may_finish_loading(sequence)
+    assert kv.finish_loading(sequence) == 40
+
+
 def test_a_lost_transfer_sets_its_pages_aside_until_its_handle_is_gone() -> None:
     hand, _watch = decode_side()
     kv = hand.kv

@@ -39,7 +39,7 @@ def snapshot(kv: KVManager, sequence: SequenceKV) -> object:
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
-@pytest.mark.parametrize("method", ["none", "dflash"])
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
 def test_a_window_frees_behind_the_committed_end_and_never_behind_the_speculative_one(window: int, method: str) -> None:
     hand = Hand(make_manager(sliding(window, page=4), footprint=drafter(method, sliding(window, "d", page=4))))
     kv = hand.kv
@@ -173,17 +173,29 @@ def test_admission_that_finds_no_page_for_its_copy_holds_nothing() -> None:
     assert kv.admit(sequence).hit == 20
 
 
-def test_unused_room_comes_back_after_a_rejected_stretch() -> None:
-    hand = Hand(make_manager(full(page=1), footprint=drafter("dflash", page=1), pages=256))
+@pytest.mark.parametrize(("target", "draft_page"), [((1, 64), 1), ((64, 1), 1), ((64,), 1), ((1,), 64)], ids=str)
+def test_unused_room_comes_back_after_a_rejected_stretch(target: tuple[int, ...], draft_page: int) -> None:
+    groups = [full(f"g{page}", page=page) for page in target]
+    hand = Hand(make_manager(*groups, footprint=drafter("dflash", page=draft_page), pages=256))
     kv = hand.kv
     sequence = hand.prefill(ids(16), k=3, total=64)
-    assert (len(sequence.groups[0].pages), len(sequence.groups[1].pages)) == (16, 20)
     kv.reserve(sequence, 40, 44)
     sequence.tokens.append(5)
     kv.commit(sequence, 17)
     # Room for the next step of the same shape may stay: one row, three drafts, a block of four.
-    assert len(sequence.groups[0].pages) <= 17 + 4 + 1
-    assert len(sequence.groups[1].pages) <= 17 + 4 + 4 + 1
+    for g, spec in enumerate(kv.layout.groups):
+        ahead = 4 if g < kv.layout.num_target else 8
+        assert len(sequence.groups[g].pages) <= page_count(17 + ahead, spec.page_tokens) + 1, spec.name
+    kv.check_integrity()
+
+
+def test_a_closed_sequence_is_dropped_from_the_runners_tables() -> None:
+    hand = Hand(make_manager(full(page=8)))
+    sequence = hand.prefill(ids(20))
+    assert sequence.id in hand.tables
+    hand.kv.close(sequence)
+    assert hand.plan().forgotten == (sequence.id,)
+    assert sequence.id not in hand.tables
 
 
 # ---- forks and rewinds ---------------------------------------------------------------------------------
@@ -314,6 +326,7 @@ def test_rewinding_into_a_published_page_copies_it_first(end: int) -> None:
     copies = {copy.group: copy for copy in hand.settle().copies}
     for g in (0, 1):
         after = held_pages(kv, sequence, g)
+        assert hand.tables.table(sequence.id, g)[: len(after)] == list(after.values())
         assert sorted(after) == list(range(page_count(end, 8)))
         assert {n: after[n] for n in (0, 1)} == {n: before[g][n] for n in (0, 1)}
         if end % 8:

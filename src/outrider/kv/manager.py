@@ -101,20 +101,18 @@ class KVManager:
         return sequence
 
     def _root(self, adapter: str, salt: str) -> bytes:
-        root = self._roots.get((adapter, salt))
-        if root is None:
-            root = self._roots[adapter, salt] = self.config.identity.root(adapter=adapter, salt=salt)
-        return root
+        if (adapter, salt) not in self._roots:
+            self._roots[adapter, salt] = self.config.identity.root(adapter=adapter, salt=salt)
+        return self._roots[adapter, salt]
 
     def draft_fits(self, total_tokens: int, k: int) -> bool:
         """Could the sequence's draft groups be held beside its target groups, running alone?"""
         return total_tokens <= self._longest_that_fits(k, draft=True)
 
     def _longest_that_fits(self, k: int, *, draft: bool) -> int:
-        longest = self._longest.get((k, draft))
-        if longest is None:
-            longest = self._longest[k, draft] = longest_that_fits(self.layout, self.config, k, draft=draft)
-        return longest
+        if (k, draft) not in self._longest:
+            self._longest[k, draft] = longest_that_fits(self.layout, self.config, k, draft=draft)
+        return self._longest[k, draft]
 
     def search(self, sequence: SequenceKV, limit: int, *, draft: bool) -> tuple[Hit, list[GroupView]]:
         """The hit for this sequence on the cache as it is now. Changes nothing."""

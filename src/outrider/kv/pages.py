@@ -35,7 +35,7 @@ class PageArena:
         self.refs = [0] * num_pages
         self.refs[SINK] = 1
         self.published = bytearray(num_pages)
-        """1 while the page is in the prefix index."""
+        """Group number + 1 while the page is in the prefix index, else 0."""
         self.quarantined: set[int] = set()
         # A stack: a page freed last is likely still in the cache of the processor.
         self._free = list(range(num_pages - 1, SINK, -1))
@@ -69,7 +69,6 @@ class PageArena:
                 raise OutOfPages(self.index, missing - len(self._cached))
             for _ in range(missing):
                 page, _none = self._cached.popitem(last=False)
-                self.published[page] = 0
                 self._on_evict(self.index, page)
                 free.append(page)
         if count == 0:

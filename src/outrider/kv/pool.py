@@ -27,10 +27,10 @@ class PagePool:
             )
         self.layout = layout
         self.arenas = [PageArena(index, pages, self._evict) for index, pages in enumerate(arena_pages)]
-        self.indexes = [GroupIndex() for _ in layout.groups]
+        generations = [[0] * pages for pages in arena_pages]
+        self.indexes = [GroupIndex(generations[layout.arena_of[group]]) for group in range(len(layout.groups))]
         self._observer = observer
         self._arena_of = layout.arena_of
-        self._group_of_page = [[-1] * arena.num_pages for arena in self.arenas]
         self._last_planned = -1
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
@@ -112,15 +112,18 @@ class PagePool:
 
     def publish(self, group: int, entries: list[PageEntry]) -> None:
         arena = self._arena_of[group]
-        published, group_of_page = self.arenas[arena].published, self._group_of_page[arena]
+        published, mark = self.arenas[arena].published, group + 1
         self.indexes[group].insert(entries)
         for _content, page, _key, _parent in entries:
-            published[page] = 1
-            group_of_page[page] = group
+            published[page] = mark
+
+    def publish_one(self, group: int, content: bytes, page: int, key: bytes, parent: bytes) -> None:
+        self.indexes[group].insert_one(content, page, key, parent)
+        self.arenas[self._arena_of[group]].published[page] = group + 1
 
     def _evict(self, index: int, page: int) -> None:
-        group = self._group_of_page[index][page]
-        self.indexes[group].remove_page(page)
+        self.indexes[self.arenas[index].published[page] - 1].remove_page(page)
+        self.arenas[index].published[page] = 0
         if self._observer:
             self._observer.evicted(index, page)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import itemgetter
 from struct import iter_unpack
 from typing import NamedTuple, Protocol
 
@@ -131,8 +132,11 @@ class Chain:
 
 
 PageEntry = tuple[bytes, int, bytes, bytes]
-"""One published page: (content, page, key, parent). `content` is its tokens and the reach after them, or
-empty if it holds media. A plain tuple, since the garbage collector then stops visiting it."""
+"""One page to publish: (content, page, key, parent). `content` is its tokens and the reach after them, or
+empty if it holds media."""
+
+RUN_PAGES = 16
+"""Pages published together are also remembered in runs of this many, so that long hits take few look-ups."""
 
 
 class Tier(Protocol):
@@ -142,53 +146,98 @@ class Tier(Protocol):
 
 
 class GroupIndex:
-    """Published pages of one group, by key and, for hits that end inside a page, by parent."""
+    """Published pages of one group, by key and, for hits that end inside a page, by parent.
 
-    __slots__ = ("_children", "_entries", "pages")
+    The large tables hold bytes and numbers only: the garbage collector never walks through such dicts, so a
+    full cache does not lengthen its pauses.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_branches", "_children", "_generations", "_records", "_runs", "pages")
+
+    def __init__(self, generations: list[int]) -> None:
+        """`generations` counts, per page of the arena, how often it left an index."""
         self.pages: dict[bytes, int] = {}
-        self._entries: dict[int, PageEntry] = {}
-        # Most pages have one successor; only where sequences part ways is there a (sorted) list.
-        self._children: dict[bytes, PageEntry | list[PageEntry]] = {}
+        self._records: dict[int, bytes] = {}
+        """Per page: parent, length of the key, key, content."""
+        self._children: dict[bytes, int] = {}
+        """One page after each parent: most have no other."""
+        self._branches: dict[bytes, list[tuple[bytes, int]]] = {}
+        """(content, page) of all pages after a parent, sorted, where sequences part ways."""
+        self._runs: dict[bytes, tuple[tuple[int, ...], Callable[[list[int]], object], object]] = {}
+        """Key of a run's last page -> its pages, and their generations when it was remembered."""
+        self._generations = generations
 
     def __len__(self) -> int:
         return len(self.pages)
 
-    def insert(self, new: Iterable[PageEntry]) -> None:
-        pages, entries, first_child = self.pages, self._entries, self._children.setdefault
-        for entry in new:
-            content, page, key, parent = entry
-            pages[key] = page
-            entries[page] = entry
-            if content:
-                sibling = first_child(parent, entry)
-                if sibling is not entry:
-                    self._insert_sibling(sibling, entry, parent)
+    def insert(self, new: list[PageEntry]) -> None:
+        """Enter pages, in the order in which they follow each other."""
+        self.pages.update([(key, page) for _, page, key, _ in new])
+        self._records.update(
+            [(page, parent + len(key).to_bytes(2, "little") + key + content) for content, page, key, parent in new]
+        )
+        children = [(parent, page) for content, page, _, parent in new if content]
+        if self._children.keys().isdisjoint([parent for parent, _ in children]):
+            self._children.update(children)
+            return
+        for parent, page in children:
+            self._add_child(parent, page)
 
-    def _insert_sibling(self, sibling: PageEntry | list[PageEntry], entry: PageEntry, parent: bytes) -> None:
-        if isinstance(sibling, list):
-            insort(sibling, entry)
-        else:
-            self._children[parent] = sorted((sibling, entry))
+    def insert_one(self, content: bytes, page: int, key: bytes, parent: bytes) -> None:
+        """Enter a single page, as decoding does again and again."""
+        self.pages[key] = page
+        self._records[page] = parent + len(key).to_bytes(2, "little") + key + content
+        if content:
+            self._add_child(parent, page)
+
+    def _add_child(self, parent: bytes, page: int) -> None:
+        sibling = self._children.setdefault(parent, page)
+        if sibling != page:
+            siblings = self._branches.get(parent)
+            if siblings is None:
+                siblings = self._branches[parent] = [(self._content(sibling), sibling)]
+            insort(siblings, (self._content(page), page))
+
+    def _content(self, page: int) -> bytes:
+        record = self._records[page]
+        return record[DIGEST_BYTES + 2 + int.from_bytes(record[DIGEST_BYTES : DIGEST_BYTES + 2], "little") :]
 
     def remove_page(self, page: int) -> None:
-        entry = self._entries.pop(page)
-        content, _page, key, parent = entry
+        record = self._records.pop(page)
+        key_end = DIGEST_BYTES + 2 + int.from_bytes(record[DIGEST_BYTES : DIGEST_BYTES + 2], "little")
+        parent, key, content = record[:DIGEST_BYTES], record[DIGEST_BYTES + 2 : key_end], record[key_end:]
+        self._generations[page] += 1
         del self.pages[key]
-        if content:
-            siblings = self._children[parent]
-            if isinstance(siblings, list):
-                del siblings[bisect_left(siblings, entry)]
-                if len(siblings) == 1:
-                    self._children[parent] = siblings[0]
-            else:
-                del self._children[parent]
+        self._runs.pop(key, None)
+        if not content:
+            return
+        siblings = self._branches.get(parent)
+        if siblings is None:
+            del self._children[parent]
+            return
+        del siblings[bisect_left(siblings, (content, page))]
+        self._children[parent] = siblings[0][1]
+        if len(siblings) == 1:
+            del self._branches[parent]
 
     def clear(self) -> None:
-        self.pages.clear()
-        self._entries.clear()
-        self._children.clear()
+        for page in self._records:
+            self._generations[page] += 1
+        for table in (self.pages, self._records, self._children, self._branches, self._runs):
+            table.clear()
+
+    def remember_run(self, key: bytes, pages: list[int]) -> None:
+        """RUN_PAGES pages that follow each other, the last of them under `key`; all have just been inserted."""
+        generations_of = itemgetter(*pages)
+        self._runs[key] = (tuple(pages), generations_of, generations_of(self._generations))
+
+    def run_ending(self, key: bytes) -> tuple[int, ...]:
+        """The run whose last page has this key, if none of its pages has left the index since."""
+        run = self._runs.get(key)
+        if run is None:
+            return ()
+        pages, generations_of, generations = run
+        return pages if generations_of(self._generations) == generations else ()
 
     def closest(self, parent: bytes, content: bytes) -> tuple[int, int]:
         """The page after `parent` that agrees longest with `content`, and how many tokens agree.
@@ -196,16 +245,17 @@ class GroupIndex:
         Among sorted byte strings the one with the longest common prefix is a neighbour of the place where
         the wanted one would stand, so the cost does not grow with the number of siblings.
         """
-        siblings = self._children.get(parent)
-        if siblings is None:
+        child = self._children.get(parent)
+        if child is None:
             return (0, 0)
-        if isinstance(siblings, list):
-            place = bisect_left(siblings, (content, 0, b"", b""))
-            candidates = siblings[max(0, place - 1) : place + 1]
+        siblings = self._branches.get(parent)
+        if siblings is None:
+            candidates = [(self._content(child), child)]
         else:
-            candidates = [siblings]
+            place = bisect_left(siblings, (content, 0))
+            candidates = siblings[max(0, place - 1) : place + 1]
         best_page, best_tokens = 0, 0
-        for known, page, _key, _parent in candidates:
+        for known, page in candidates:
             tokens = _common_tokens(known, content)
             if tokens > best_tokens:
                 best_page, best_tokens = page, tokens

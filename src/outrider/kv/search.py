@@ -16,7 +16,7 @@ from typing import NamedTuple
 from outrider.kv.footprint import GroupSpec
 from outrider.kv.intervals import Interval
 from outrider.kv.pages import SINK
-from outrider.kv.prefix import TOKEN_BYTES, Chain, GroupIndex, Tier
+from outrider.kv.prefix import RUN_PAGES, TOKEN_BYTES, Chain, GroupIndex, Tier
 
 
 class Found(NamedTuple):
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
-SHORTEST_RUN_PAGES = 32
+SHORTEST_RUN_PAGES = 2 * RUN_PAGES
 
 
 class GroupView:
@@ -120,15 +120,22 @@ class GroupView:
     def _extend_whole(self, max_pages: int) -> None:
         """Follow the chain through the device's index for as long as it holds.
 
-        Keys are looked up in runs, at the speed of C. A run is short against what was found before it, so that
-        a miss wastes little.
+        Pages that were published together are found in runs. Others are looked up many at a time, at the speed
+        of C; few against what was found before them, so that a miss wastes little.
         """
         if self.reach and self._chain.media:
             return  # find() will ask page by page
         get, whole = self._index.pages.get, self.whole
         known = min(max_pages, (len(self._tokens) - self.reach) // self.page_tokens)
         while len(whole) < known:
-            run = min(known - len(whole), max(SHORTEST_RUN_PAGES, len(whole) // 4))
+            if len(whole) % RUN_PAGES == 0 and len(whole) + RUN_PAGES <= known:
+                (key,) = self._keys(len(whole) + RUN_PAGES - 1, len(whole) + RUN_PAGES)
+                remembered = self._index.run_ending(key)
+                if remembered:
+                    whole += remembered
+                    continue
+            run = max(SHORTEST_RUN_PAGES, len(whole) // 4)
+            run = min(known - len(whole), run - (len(whole) + run) % RUN_PAGES)
             found = list(map(get, self._keys(len(whole), len(whole) + run), repeat(SINK)))
             if not all(found):
                 whole += found[: found.index(SINK)]
@@ -145,6 +152,11 @@ class GroupView:
         after = self._tokens[(first + 1) * size : stop * size + reach].tobytes()
         tails = iter_unpack(f"{width}s{stride - width}x", after.ljust((stop - first) * stride))
         return [base + tail for base, (tail,) in zip(bases, tails, strict=True)]
+
+    def prefix_end(self, limit: int) -> int:
+        """Where the run of slots that starts at 0 ends; not followed past the page of `limit`."""
+        whole = self.whole_prefix(limit // self.page_tokens)
+        return whole * self.page_tokens + (self.find(whole).slots if whole * self.page_tokens < limit else 0)
 
     def longest(self, limit: int) -> int:
         """The largest end <= limit at which this group holds everything needed."""

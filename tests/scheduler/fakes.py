@@ -1,0 +1,43 @@
+"""One way to build the engine of tests/kv/fakes.py for scheduling tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.kv.fakes import METHODS_WITH_KV, Engine, drafter, full, make_manager
+
+from outrider.kv import NO_DRAFTER, KVFootprint
+from outrider.scheduler import StepPlan, StepRow
+
+METHODS = ("none", "ngram", *METHODS_WITH_KV)
+
+
+def footprint_of(method: str, **more: Any) -> KVFootprint:
+    return NO_DRAFTER if method == "none" else drafter(method, **more)
+
+
+def make_engine(
+    method: str = "none",
+    *,
+    page: int = 8,
+    pages: Any = 400,
+    step_in_flight: bool = False,
+    target: Any = (),
+    **more: Any,
+) -> Engine:
+    kv_options = {key: more.pop(key) for key in ("max_model_len", "step_tokens", "prefix_caching") if key in more}
+    draft_options = {key: more.pop(key) for key in ("max_len", "slot_bytes") if key in more}
+    kv = make_manager(
+        *(target or (full(page=page),)),
+        footprint=footprint_of(method, page=page, **draft_options),
+        pages=pages,
+        steps_ahead=2 if step_in_flight else 1,
+        **({"max_model_len": 4096} | kv_options),
+    )
+    return Engine(kv, step_in_flight=step_in_flight, **more)
+
+
+def rows_by_request(plan: StepPlan) -> dict[str, StepRow]:
+    found = {row.request: row for row in plan.rows}
+    assert len(found) == len(plan.rows), "a request has two rows in one step"
+    return found
