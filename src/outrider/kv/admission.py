@@ -27,7 +27,9 @@ def find_hit(views: Sequence[GroupView], num_target: int, footprint: KVFootprint
             tuple(Interval(view.spec.kind.needed(rebuilt_from).start, rebuilt_from) for view in views[num_target:]),
         )
     runs = [_latest_run(view, end, footprint) for view in views[num_target:]]
-    fed_from = min((run.end for run in runs if not run.empty), default=end)
+    # With nothing found, a hit within the reach can still be fed from the very beginning.
+    nothing_found = 0 if end <= footprint.token_reach else end
+    fed_from = min((run.end for run in runs if not run.empty), default=nothing_found)
     if fed_from < end and not all(_tap_rows_possible(view, end, end - fed_from) for view in target):
         # The rows that would feed the missing slots reach below what a window kept.
         runs = [run if run.end == end else Interval(end, end) for run in runs]

@@ -478,7 +478,6 @@ class KVManager:
         del self.sequences[sequence.id]
 
     def reset_cache(self) -> None:
-        """Forget every cached page."""
         self.pool.reset_cache()
 
     # ---- plans -------------------------------------------------------------------------------------
@@ -488,7 +487,6 @@ class KVManager:
         return self.holdings.take_plan(step)
 
     def complete(self, step: int) -> None:
-        """The step has run: what it could touch may be reused."""
         self.pool.complete(step)
 
     def count_references(self) -> list[list[int]]:

@@ -48,7 +48,10 @@ class ExpectedHits:
                     floor = kind.needed(stop).start // size * size
                     found[group] = Interval(max(runs[group][stop], floor), stop)
                     break
-        fed_from = min((run.end for run in found.values() if run is not None), default=end)
+        fed_from = min(
+            (run.end for run in found.values() if run is not None),
+            default=end if end > footprint.token_reach else 0,
+        )
         tap_rows = end - fed_from
         if tap_rows and any(
             runs[g][end] > layout.groups[g].kind.needed(end, tap_rows).start for g in layout.target_groups
