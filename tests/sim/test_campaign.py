@@ -69,7 +69,8 @@ def small_scenario(method: str = "dflash", acceptance: float = 1.0) -> Scenario:
 
 def test_acceptance_rate_is_a_parameter() -> None:
     full, none = run_scenario(small_scenario()), run_scenario(small_scenario(acceptance=0.0))
-    assert full.failure is None and none.failure is None
+    assert full.failure is None
+    assert none.failure is None
     assert full.accepted == full.drafts > 0
     assert none.accepted == 0 < none.drafts
     assert full.steps < none.steps

@@ -42,7 +42,8 @@ def test_a_replay_that_differs_is_told(failing: Trace) -> None:
 
 def test_the_shrinker_keeps_the_failure_and_drops_the_rest(failing: Trace) -> None:
     small = shrink(failing)
-    assert small.failure is not None and failing.failure is not None
+    assert small.failure is not None
+    assert failing.failure is not None
     assert small.failure.invariant == failing.failure.invariant
     assert len(small.scenario.requests) < len(failing.scenario.requests)
     assert replay(small)[1]

@@ -158,9 +158,7 @@ def _docstring_spans(source: str) -> list[tuple[tuple[int, int], tuple[int, int]
     return [
         ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
 
 
@@ -291,9 +289,7 @@ def test_rule_accepts(rule: Callable[[Module], list[str]], name: str, source: st
 
 
 def test_relative_imports_in_a_package_resolve_from_the_package() -> None:
-    package = Module(
-        name="outrider.kv", source="from . import pages\nfrom .pages import Page", is_package=True
-    )
+    package = Module(name="outrider.kv", source="from . import pages\nfrom .pages import Page", is_package=True)
     assert [target for _, target in imports(package)] == ["outrider.kv.pages", "outrider.kv.pages.Page"]
 
 
