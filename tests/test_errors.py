@@ -204,3 +204,24 @@ def test_errors_carry_what_a_handler_needs() -> None:
 def test_a_full_group_takes_no_window() -> None:
     assert group_kind("full", {}) == Full()
     assert group_kind("sliding", {"window": 4}) == Sliding(4)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "says"),
+    [
+        (lambda: KVConfig(arena_page=(8,)), ConfigError, "did you mean 'arena_pages'?"),
+        (lambda: KVConfig(), ConfigError, "arena_pages"),
+        (lambda: KVConfig(arena_pages=(8,), max_model_len="long"), ConfigError, "whole number"),
+        (lambda: SchedulerConfig(max_num_seq=4), ConfigError, "did you mean 'max_num_seqs'?"),
+        (lambda: SchedulerConfig(colour="red"), ConfigError, "known fields: max_num_seqs"),
+        (lambda: RequestSpec(id="a", prompt=[1], max_token=3), RequestError, "did you mean 'max_tokens'?"),
+        (lambda: RequestSpec(id="a", prompt=[1], max_tokens=2, k=1.5), RequestError, "whole number"),
+        (lambda: KVFootprint(name="x", proposing=Proposing.LOOKUP, taps_at=(1,)), FootprintError, "no field 'taps_at'"),
+    ],
+)
+def test_an_unknown_or_missing_field_is_named_with_what_is_known(
+    build: Callable[[], object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error) as refused:
+        build()
+    assert says in str(refused.value)

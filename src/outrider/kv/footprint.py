@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ConfigError, FootprintError
+from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.groups import GroupKind
 from outrider.kv.intervals import Interval
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
     """Layers that share a page table: same owner, kind, reach and bytes per slot."""
@@ -37,9 +39,7 @@ class GroupSpec:
         if not isinstance(self.kind, GroupKind):
             raise ConfigError(f"group {self.name!r}: kind must be a GroupKind, got {self.kind!r}")
         for field in ("page_tokens", "slot_bytes"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"group {self.name!r}: {field} must be a whole number of at least 1, got {value!r}")
+            whole_number(getattr(self, field), f"group {self.name!r}: {field}", at_least=1)
 
     @property
     def page_bytes(self) -> int:
@@ -57,6 +57,7 @@ class Proposing(Enum):
     """One pass over the last sampled token and k masks."""
 
 
+@checked_fields(FootprintError)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFootprint:
     """See DESIGN: the table of drafters is this class, one column per declaration."""
@@ -80,10 +81,9 @@ class KVFootprint:
 
     def __post_init__(self) -> None:
         for field in ("scratch_extra", "durable_lead", "token_reach"):
-            if getattr(self, field) < 0:
-                raise FootprintError(f"{self.name}: {field} must not be negative, got {getattr(self, field)}")
-        if self.max_len is not None and self.max_len < 1:
-            raise FootprintError(f"{self.name}: max_len must be at least 1, got {self.max_len}")
+            whole_number(getattr(self, field), f"{self.name}: {field}", at_least=0, error=FootprintError)
+        if self.max_len is not None:
+            whole_number(self.max_len, f"{self.name}: max_len", at_least=1, error=FootprintError)
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise FootprintError(f"{self.name}: two groups share a name in {names}; give each its own")

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 from outrider.errors import ConfigError
+from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint
 from outrider.kv.intervals import Interval
 from outrider.kv.prefix import CacheIdentity, group_tag
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """Target groups first, then the drafter's; a group's number is its place in `groups`."""
@@ -81,6 +83,7 @@ class KVLayout:
         return range(self.num_target, len(self.groups))
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVConfig:
     """How much memory there is, and how the cache is used."""
@@ -100,7 +103,10 @@ class KVConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            whole_number(getattr(self, name), name, at_least=1)
+        for arena, pages in enumerate(self.arena_pages):
+            advice = "one of them is the sink: raise the memory"
+            whole_number(pages, f"pages of arena {arena}", at_least=2, advice=advice)
+        whole_number(self.keep_margin, "keep_margin", at_least=0)
         if self.steps_ahead not in (1, 2):
             raise ConfigError(f"steps_ahead must be 1 or 2, got {self.steps_ahead}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ConfigError
+from outrider.kv.checked import checked_fields, whole_number
 
 
 class Role(Enum):
@@ -25,6 +26,7 @@ class LoadFailure(Enum):
     FAIL = "fail"
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     max_num_seqs: int = 256
@@ -43,8 +45,7 @@ class SchedulerConfig:
             "max_chunk_tokens",
             "protect_after_preemptions",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            whole_number(getattr(self, name), name, at_least=1)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be larger than max_num_seqs "

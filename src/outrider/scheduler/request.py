@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.errors import RequestError
+from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.intervals import Interval
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
@@ -36,6 +37,7 @@ def token_array(tokens: Iterable[int], what: str = "prompt") -> array[int]:
         ) from error
 
 
+@checked_fields(RequestError)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSpec:
     """What a caller asks for."""
@@ -62,12 +64,10 @@ class RequestSpec:
     def __post_init__(self) -> None:
         if not len(self.prompt):
             raise RequestError(f"request {self.id!r}: the prompt is empty; send at least one token")
-        if self.max_tokens < 1:
-            raise RequestError(f"request {self.id!r}: max_tokens must be at least 1, got {self.max_tokens}")
-        if self.k < 0:
-            raise RequestError(f"request {self.id!r}: k must not be negative, got {self.k}; 0 turns drafting off")
-        if self.n < 1:
-            raise RequestError(f"request {self.id!r}: n must be at least 1, got {self.n}")
+        whole_number(self.max_tokens, f"request {self.id!r}: max_tokens", at_least=1, error=RequestError)
+        whole_number(self.n, f"request {self.id!r}: n", at_least=1, error=RequestError)
+        advice = "0 turns drafting off"
+        whole_number(self.k, f"request {self.id!r}: k", at_least=0, advice=advice, error=RequestError)
         if not 0 <= self.prefilled_tokens < len(self.prompt):
             raise RequestError(f"request {self.id!r}: prefilled_tokens must lie inside the prompt")
 

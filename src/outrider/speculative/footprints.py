@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.errors import ConfigError
+from outrider.kv.checked import checked_fields
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint, Proposing
 
 
+@checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterShape:
     """What a checkpoint decides: everything else follows from the method."""

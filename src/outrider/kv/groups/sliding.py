@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.errors import ConfigError
+from outrider.kv.checked import whole_number
 from outrider.kv.groups.base import GroupKind, HeldPages
 from outrider.kv.intervals import Interval
 
@@ -14,11 +14,8 @@ class Sliding(GroupKind):
     window: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError(
-                f"window must be at least 1, got {self.window!r}: a query always reads its own position; "
-                "use a full group for layers without a window"
-            )
+        advice = "a query always reads its own position; use a full group for layers without a window"
+        whole_number(self.window, "window", at_least=1, advice=advice)
 
     def needed(self, end: int, margin: int = 0) -> Interval:
         return Interval(max(0, end - self.window + 1 - margin), end)
