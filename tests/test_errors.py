@@ -119,7 +119,7 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     "empty prompt": (RequestError, add(prompt=[]), ("mine", "empty", "at least one token")),
     "max_tokens 0": (RequestError, add(max_tokens=0), ("mine", "max_tokens", "at least 1", "0")),
     "k below 0": (RequestError, add(k=-1), ("mine", "k ", "-1", "0 turns drafting off")),
-    "n 0": (RequestError, add(n=0), ("mine", "n must be at least 1")),
+    "n 0": (RequestError, add(n=0), ("mine", "n must be a whole number of at least 1")),
     "more prefilled than there is": (RequestError, add(prefilled_tokens=3), ("mine", "prefilled_tokens")),
     "negative token id": (RequestError, add(prompt=[1, -2]), ("mine", "token id", "0 to 4294967295")),
     "token id too large": (RequestError, add(prompt=[1, 2**32]), ("mine", "token id", "0 to 4294967295")),
