@@ -155,6 +155,15 @@ class Hand:
         self.settle()
 
 
+def assert_tables_agree(hand: Hand, sequence: SequenceKV) -> None:
+    """The runner's tables, brought up to date, say what the ledger says."""
+    hand.settle()
+    for g, _size in hand.kv.holdings.groups(sequence):
+        state = sequence.groups[g]
+        assert hand.tables.table(sequence.id, g)[state.first_page : len(state.pages)] == state.held()
+        assert hand.tables.low(sequence.id, g) == state.low
+
+
 def held_pages(kv: KVManager, sequence: SequenceKV, group: int) -> dict[int, int]:
     """Page number -> page, of what the sequence holds in one group."""
     state = sequence.groups[group]

@@ -264,6 +264,25 @@ def test_pages_of_two_continuations_are_cached_side_by_side() -> None:
     assert watch.hits[third.id] == (8, 1, (Interval(0, 7),))
 
 
+def test_draft_groups_of_one_drafter_end_together() -> None:
+    """One group has its run up to the tap row, the other has lost everything."""
+    groups = (full("d0"), full("d1", slot_bytes=2))
+    hand, watch = watched(full(page=8), footprint=drafter("eagle", *groups))
+    hand.serve(ids(32))
+    for page in list(hand.kv.pool.indexes[2].pages.values()):
+        hand.kv.pool.indexes[2].remove_page(page)
+    sequence = hand.admit(ids(24) + ids(9, seed=1))
+    assert watch.hits[sequence.id] == (24, 1, (Interval(0, 23), Interval(23, 23)))
+    assert [state.low for state in sequence.groups] == [0, 0, 23]
+
+
+def test_hits_are_counted_against_what_was_asked_for() -> None:
+    hand = Hand(make_manager(full(page=8)))
+    hand.serve(ids(32))
+    hand.admit(ids(20) + ids(10, seed=1))
+    assert (hand.kv.hit_tokens, hand.kv.queried_tokens) == (20, 31 + 29)
+
+
 def test_a_successor_that_is_media_is_told_apart_by_its_content() -> None:
     """The drafter's last slot of the page was fed with an image; the next request shows another one."""
     hand, watch = watched(full(page=8), footprint=drafter("eagle"))

@@ -11,6 +11,7 @@ from tests.kv.fakes import (
     METHODS_WITH_KV,
     Hand,
     Watch,
+    assert_tables_agree,
     available,
     drafter,
     everything,
@@ -200,6 +201,7 @@ def test_a_failed_target_load_resumes_at_the_longest_end_that_is_held(failed: in
         needed = kv.layout.groups[g].kind.needed(resumed)
         assert needed.empty or sequence.groups[g].low <= needed.start
         assert len(sequence.groups[g].held()) <= page_count(resumed, 8)
+    assert_tables_agree(hand, sequence)
     # What was given up is still in the index.
     kv.release(sequence)
     assert kv.admit(sequence).hit == 20
@@ -237,6 +239,7 @@ def test_a_failed_draft_load_recomputes_nothing(method: str) -> None:
         assert (sequence.draft_end, sequence.groups[2].low) == (40, 40)
     assert sequence.groups[2].held() == []
     assert watch.numbers(sequence, 2) == []
+    assert_tables_agree(hand, sequence)
     kv.check_integrity()
 
 

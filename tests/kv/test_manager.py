@@ -65,6 +65,24 @@ def test_a_window_frees_behind_the_committed_end_and_never_behind_the_speculativ
         kv.check_integrity()
 
 
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+def test_each_page_is_published_and_freed_by_the_very_commit_that_allows_it(
+    method: str, order: tuple[int, ...]
+) -> None:
+    groups = [full("f", page=4), sliding(6, "a", page=4), sliding(11, "b", page=4, slot_bytes=2)]
+    hand, watch = watched(*(groups[place] for place in order), footprint=drafter(method, page=4))
+    kv = hand.kv
+    sequence = hand.prefill(ids(5))
+    for token in range(40):
+        hand.decode(sequence, [token])
+        v = sequence.committed
+        for g, spec in enumerate(kv.layout.groups):
+            end = v if g < kv.layout.num_target else kv.layout.footprint.durable_end(v)
+            assert watch.numbers(sequence, g) == list(range(end // 4)), (v, spec.name)
+            assert sequence.groups[g].first_page == spec.kind.needed(v).start // 4, (v, spec.name)
+
+
 def test_a_full_group_frees_nothing_behind() -> None:
     hand = Hand(make_manager(full(page=4), sliding(4, page=4)))
     sequence = hand.prefill(ids(40))
@@ -266,7 +284,9 @@ def test_a_fork_below_a_gap_publishes_no_page_that_the_gap_reaches_into(length: 
     assert parent.groups[1].low == 20
     hand.decode(parent, range(length - 21))
     child = fork_at(hand, parent, parent.committed, OTHER)
-    hand.settle()
+    # Nor are they copied.
+    copied = [(copy.first, copy.stop) for copy in hand.settle().copies if copy.group == 1]
+    assert copied == ([(4, parent.committed - 16)] if parent.committed % 8 else [])
     hand.decode(child, range(12))
     assert child.groups[1].low == 20
     assert 2 not in watch.numbers(child, 1)

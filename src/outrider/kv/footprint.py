@@ -49,6 +49,8 @@ class GroupSpec:
 class Proposing(Enum):
     """How drafts come about, which fixes passes, rows and the slots that are written."""
 
+    NOTHING = "nothing"
+    """No drafter."""
     LOOKUP = "lookup"
     """No forward pass and no KV."""
     CHAIN = "chain"
@@ -60,7 +62,7 @@ class Proposing(Enum):
 @checked_fields(FootprintError)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFootprint:
-    """See DESIGN: the table of drafters is this class, one column per declaration."""
+    """One drafter's contract. The table in docs/architecture.md is this class, one column per declaration."""
 
     name: str
     """A label for messages and metrics. No code may branch on it."""
@@ -69,11 +71,18 @@ class KVFootprint:
     scratch_extra: int = 0
     """scratch_ahead(k) = k + scratch_extra for a drafter with groups."""
     durable_lead: int = 0
+    """Durable slots end this far past v: 1 for a drafter that consumes the last sampled token itself."""
     token_reach: int = 0
+    """A durable slot at p depends on tokens up to and including p + token_reach."""
     taps: tuple[int, ...] = ()
+    """Target layers whose hidden states it is fed. A tap row is a target row run again only for its taps; its
+    own K/V goes to the sink."""
     keeps_accepted: bool = False
+    """Scratch of accepted drafts becomes durable as it is."""
     feed_reads_kv: bool = False
+    """Feeding reads the drafter's own earlier KV, so what it writes above a gap is not what it should be."""
     rebuild: bool = False
+    """Missing durable slots can be made from token ids alone."""
     max_len: int | None = None
     """Positions at or past it cannot be stored by the drafter; None when only the model's limit holds."""
     fingerprint: str = ""
@@ -90,7 +99,7 @@ class KVFootprint:
         if not self.groups:
             self._check_without_groups()
             return
-        if self.proposing is Proposing.LOOKUP:
+        if self.proposing in (Proposing.LOOKUP, Proposing.NOTHING):
             raise FootprintError(f"{self.name}: a drafter that only looks up owns no groups; declare its passes")
         if self.durable_lead > 1:
             raise FootprintError(
@@ -142,18 +151,18 @@ class KVFootprint:
             raise FootprintError(
                 f"{self.name}: {', '.join(wrong)} describe KV, but it declares no groups; add them or drop these"
             )
-        if self.proposing is not Proposing.LOOKUP:
+        if self.proposing not in (Proposing.LOOKUP, Proposing.NOTHING):
             raise FootprintError(f"{self.name}: {self.proposing.value} passes read KV; declare the groups")
 
     def passes(self, k: int) -> int:
         """Forward passes of the drafter to propose k."""
-        if k == 0 or self.proposing is Proposing.LOOKUP:
+        if k == 0 or not self.groups:
             return 0
         return k if self.proposing is Proposing.CHAIN else 1
 
     def query_len(self, k: int) -> int:
         """Rows of each pass."""
-        if k == 0 or self.proposing is Proposing.LOOKUP:
+        if k == 0 or not self.groups:
             return 0
         return 1 if self.proposing is Proposing.CHAIN else k + 1
 
@@ -224,11 +233,13 @@ class KVFootprint:
         Scratch must lie below the drafter's limit, the verified row of the last draft below the model's,
         and one token of the remaining ones always comes from the target.
         """
+        if self.proposing is Proposing.NOTHING:
+            return 0
         k = min(k, max_model_len - v - 1, remaining_tokens - 1)
         if self.max_len is not None and self.groups:
             k = min(k, self.max_len - v - self.scratch_extra)
         return max(0, k)
 
 
-NO_DRAFTER = KVFootprint(name="none", proposing=Proposing.LOOKUP)
+NO_DRAFTER = KVFootprint(name="none", proposing=Proposing.NOTHING)
 """Decoding without speculation, so that nothing has to ask whether there is a drafter."""

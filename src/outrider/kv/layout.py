@@ -11,6 +11,9 @@ from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint
 from outrider.kv.intervals import Interval
 from outrider.kv.prefix import CacheIdentity, group_tag
 
+MOST_GROUPS = 254
+"""A page's group is kept in one byte."""
+
 
 @checked_fields()
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class KVLayout:
         if not self.target:
             raise ConfigError("a layout needs at least one target group")
         groups = self.target + self.footprint.groups
+        if len(groups) > MOST_GROUPS:
+            raise ConfigError(f"a layout may have at most {MOST_GROUPS} groups, got {len(groups)}; merge equal ones")
         names = [group.name for group in groups]
         if len(set(names)) != len(names):
             raise ConfigError(f"group names must differ, got {names}")

@@ -94,9 +94,8 @@ class KVManager:
             check_fits(self.layout, self.config, id, total_tokens, k)
         chain = Chain(self._root(adapter, salt), self.layout.grain, media)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
-        ahead, footprint = self.config.steps_ahead * (1 + k), self._footprint
-        sequence.target_headroom = ahead
-        sequence.draft_headroom = ahead + footprint.scratch_ahead(k) + footprint.durable_lead
+        sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
+        sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._footprint.durable_lead
         self.sequences[id] = sequence
         return sequence
 
@@ -268,7 +267,7 @@ class KVManager:
 
         Returns (group, pages) to restore once the transfer's handle is destroyed.
         """
-        pending = [load for load, state in sequence.loads.items() if state is LoadState.PENDING]
+        pending = (load for load, state in sequence.loads.items() if state is LoadState.PENDING)
         aside = [(load.group, self.holdings.set_aside(sequence, load)) for load in pending]
         self.holdings.return_all(sequence)
         return aside
@@ -400,17 +399,18 @@ class KVManager:
     def rewind(self, sequence: SequenceKV, end: int) -> None:
         """Forget everything at and past `end`. A page that others read is copied before it is rewritten."""
         assert end <= sequence.committed and not sequence.loads
+        holdings = self.holdings
+        self.pool.require([(g, 1) for g, _size in holdings.groups(sequence)])
         sequence.committed = end
         # A slot that reaches past the end saw a token that is forgotten.
         sequence.draft_end = min(sequence.draft_end, max(0, end - self._footprint.token_reach))
-        for g, size in self.holdings.groups(sequence):
-            keep = self._durable_end(sequence, g)
-            state = sequence.groups[g]
-            self.holdings.keep_run(sequence, g, size, [Interval(state.low, max(keep, state.low))], keep)
-            self.holdings.own_page(sequence, g, size, keep)
+        for g, size in holdings.groups(sequence):
+            keep, state = self._durable_end(sequence, g), sequence.groups[g]
+            holdings.keep_run(sequence, g, size, [Interval(state.low, max(keep, state.low))], keep)
+            holdings.own_page(sequence, g, size, keep)
             state.published = max(min(state.published, keep // size), page_count(state.low, size))
         sequence.chain.truncate(end)
-        self.holdings.measure_room(sequence)
+        holdings.measure_room(sequence)
         self._next_event(sequence)
 
     # ---- forks -------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ Every page but the sink is in exactly one place:
                         └────retain────  cached (LRU) ◀┘ ──evict──▶ free
                       held ──quarantine──▶ quarantined ──restore──▶ held
 
-A page whose last holder let go while a step could still touch it stays held until that step completes;
-the manager defers the release and counts it as pending.
+A page whose last holder let go while a step could still touch it stays held until that step completes:
+the pool defers the release, and the page is pending.
 """
 
 from __future__ import annotations

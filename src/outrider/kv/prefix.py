@@ -148,8 +148,8 @@ class Tier(Protocol):
 class GroupIndex:
     """Published pages of one group, by key and, for hits that end inside a page, by parent.
 
-    The large tables hold bytes and numbers only: the garbage collector never walks through such dicts, so a
-    full cache does not lengthen its pauses.
+    Tables with an item for each page hold bytes and numbers only: the garbage collector never walks through
+    such dicts, so a full cache does not lengthen its pauses.
     """
 
     __slots__ = ("_branches", "_children", "_generations", "_records", "_runs", "pages")

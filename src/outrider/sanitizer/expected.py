@@ -1,4 +1,4 @@
-"""What a hit and a retained page ought to be: the rules of the design, slot by slot, without an index.
+"""What a hit and a retained page ought to be: the rules of docs/architecture.md, slot by slot, without an index.
 
 Written apart from outrider.kv.search and the group kinds' retention, so that the two can be compared.
 """

@@ -122,6 +122,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         where="outrider.kv.layout:KVLayout.__post_init__",
         change=patches.keys_without_reach,
         needs=_needs("reach"),
+        lineage="L3",
     ),
     Mutation(
         name="salt_left_out_of_the_seed",

@@ -344,7 +344,7 @@ class Scheduler:
                 if token in stop:
                     tokens, finish = tokens[: place + 1], "stop"
                     break
-        room = request.max_total - len(request.tokens)
+        room = max(0, request.max_total - len(request.tokens))
         if len(tokens) >= room:
             if len(tokens) > room or finish is None:
                 finish = "prefilled" if self._hands_over(request) else "length"

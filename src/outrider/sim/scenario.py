@@ -139,8 +139,12 @@ class Scenario:
                 ("faults", FaultDraw),
             ):
                 parts[name] = tuple(part(**_tuples(item)) for item in parts.get(name, ()))
-            return cls(**_tuples(parts))
-        except TypeError as error:
+            scenario = cls(**_tuples(parts))
+            scenario.layout()
+            if scenario.split:
+                scenario.layout(peer=True)
+            return scenario
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
             known = ", ".join(f.name for f in fields(cls))
             raise TraceError(f"not a scenario of this version: {error}; known fields: {known}") from error
 

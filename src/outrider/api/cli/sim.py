@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -31,24 +32,24 @@ MutationName = Enum("MutationName", {m.name: m.name for m in MUTATIONS}, type=st
 def sim(
     seed: Annotated[int, typer.Option(help="Scenarios are drawn from this seed.")] = 1,
     scenarios: Annotated[int, typer.Option(min=1, help="How many scenarios to run.")] = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     mutations: Annotated[
         bool,
-        typer.Option(
-            "--mutations", help="Put every known bug back, one at a time, and see which invariant catches it."
-        ),
+        typer.Option("--mutations", help="Put every known bug back, one at a time; which invariant catches it?"),
     ] = False,
     mutate: Annotated[
         MutationName | None,
-        typer.Option(help="Run the scenarios with this bug put back.", show_choices=False, metavar="NAME"),
+        typer.Option(
+            help="Put one bug back and run until it is noticed; --mutations lists the names.",
+            show_choices=False,
+            metavar="NAME",
+        ),
     ] = None,
     replay_file: Annotated[
-        Path | None,
-        typer.Option("--replay", help="Repeat the run that a trace file describes.", metavar="FILE"),
+        Path | None, typer.Option("--replay", help="Repeat the run that a trace file describes.", metavar="FILE")
     ] = None,
     shrink_it: Annotated[
-        bool,
-        typer.Option("--shrink", help="Make the failing scenario as small as it can be (also with --replay)."),
+        bool, typer.Option("--shrink", help="Make the failing scenario as small as it can be.")
     ] = False,
     trace_dir: Annotated[Path, typer.Option(help="Where the trace of a failing run goes.")] = Path(),
     processes: Annotated[int, typer.Option(min=0, help="Worker processes; 0: one for each core.")] = 0,
@@ -56,13 +57,28 @@ def sim(
         bool, typer.Option("--demo", help="Show one run step by step, then a campaign, then a bug.")
     ] = False,
 ) -> None:
-    """Run the real scheduler and KV manager in a simulated world, with faults, and check everything.
+    """Run the real scheduler and KV manager in a simulated world, under faults.
 
-    A fake model that computes from slot values makes a wrong slot a wrong token. Outputs are compared token for
-    token with an oracle, the sanitizer checks every read and write, and pages are counted at the end.
+    A fake model computes from slot values, so that a wrong slot is a wrong token. Outputs are compared with an
+    oracle token for token, the sanitizer checks every read and write, and pages are counted at the end.
 
-    The exit status is 1 if anything was wrong. A failing run leaves one trace file; [bold]--replay[/bold] repeats it.
+    Exit status: 0 if all was well, 1 if anything was wrong (with --mutate or --replay: if the failure showed),
+    2 if the command was called wrongly. A failing run leaves a trace file, which --replay repeats.
     """
+    chosen = [
+        name
+        for name, given in (
+            ("--replay", replay_file is not None),
+            ("--mutations", mutations),
+            ("--mutate", mutate is not None),
+            ("--demo", demo),
+        )
+        if given
+    ]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} do different things; give one of them")
+    if as_json and (demo or mutate is not None):
+        raise ConfigError(f"{chosen[0]} is for people to read; leave --json out")
     if not trace_dir.is_dir():
         raise ConfigError(f"--trace-dir {trace_dir} is not a directory; create it first")
     if replay_file is not None:
@@ -70,7 +86,8 @@ def sim(
     elif mutations:
         _mutations(seed, as_json)
     elif demo:
-        show_demo(console, seed)
+        if not show_demo(console, seed):
+            raise typer.Exit(1)
     elif mutate is not None:
         _mutate(mutate.value, seed, scenarios, trace_dir, shrink_it)
     else:
@@ -96,7 +113,8 @@ def _campaign(seed: int, scenarios: int, processes: int, as_json: bool, trace_di
     trace_file = None
     if tally.failures:
         index = tally.failures[0][0]
-        trace_file = _write_trace(record(draw(seed, index))[1], trace_dir / f"sim-seed{seed}-{index}.json", shrink_it)
+        path = trace_dir / f"sim-seed{seed}-{index}.json"
+        _trace, trace_file = _write_trace(record(draw(seed, index))[1], path, shrink_it)
     if as_json:
         result = tally.as_json() | ({"trace": str(trace_file)} if trace_file else {})
         print(json.dumps(result))
@@ -106,14 +124,19 @@ def _campaign(seed: int, scenarios: int, processes: int, as_json: bool, trace_di
         raise typer.Exit(1)
 
 
-def _write_trace(trace: Trace, path: Path, shrink_it: bool) -> Path:
-    trace.write(path)
+def _write_trace(trace: Trace, path: Path, shrink_it: bool) -> tuple[Trace, Path]:
+    """Write the trace, made small if asked for. Returns what was written, and where."""
     if shrink_it:
         with errors.status("shrinking"):
             trace = shrink(trace)
         path = path.with_suffix(".small.json")
-        trace.write(path)
-    return path
+    trace.write(path)
+    return trace, path
+
+
+def _say_how_to_repeat(path: Path) -> None:
+    command = f"outrider sim --replay {shlex.quote(str(path))}"
+    console.print(f"Its trace is in {path}; to repeat it: {command}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
@@ -134,16 +157,14 @@ def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
         style = "bold red" if counts[name] else "green"
         table.add_row(name.replace("_", " "), f"{counts[name]:,}", style=style)
     console.print(table)
-    faults = Table(title="what was done to it", show_header=False, title_justify="left")
+    faults = Table(title="what happened to it", show_header=False, title_justify="left")
     for name, count in sorted(tally.faults.items()):
         faults.add_row(name.replace("_", " "), f"{count:,}")
     console.print(faults)
     for index, failure in tally.failures[:5]:
         console.print(f"[red]scenario {index}[/red]: {escape(failure.message)}")
     if trace_file is not None:
-        console.print(
-            f"The first failure is in [bold]{trace_file}[/bold]; repeat it with: outrider sim --replay {trace_file}"
-        )
+        _say_how_to_repeat(trace_file)
 
 
 def _mutations(seed: int, as_json: bool) -> None:
@@ -158,7 +179,9 @@ def _mutations(seed: int, as_json: bool) -> None:
     else:
         table = Table(title="bugs put back, and what noticed them", title_justify="left")
         for column in ("bug", "report", "breaks", "caught by", "steps"):
-            table.add_column(column, justify="right" if column == "steps" else "left")
+            table.add_column(
+                column, justify="right" if column == "steps" else "left", no_wrap=column != "bug", overflow="fold"
+            )
         for result in results:
             mutation = result.mutation
             verdict = (
@@ -168,7 +191,8 @@ def _mutations(seed: int, as_json: bool) -> None:
         console.print(table)
         caught = sum(result.caught for result in results)
         console.print(
-            f"{caught} of {len(results)} caught by the invariant they break, each in a run that passes without it"
+            f"{caught} of {len(results)} caught by the invariant they break, each in a run that passes without it.\n"
+            "report: the row of docs/lineage.md that it re-enacts; steps: how long the run took to notice."
         )
         for result in results:
             if not result.caught:
@@ -182,9 +206,10 @@ def _mutate(name: str, seed: int, scenarios: int, trace_dir: Path, shrink_it: bo
         result, trace = record(draw(seed, index), name)
         if result.failure is None:
             continue
-        path = _write_trace(trace, trace_dir / f"sim-{name}-{index}.json", shrink_it)
-        console.print(f"[red]scenario {index}[/red]: {escape(result.failure.message)}")
-        console.print(f"Trace in [bold]{path}[/bold]; repeat it with: outrider sim --replay {path}")
+        trace, path = _write_trace(trace, trace_dir / f"sim-{name}-{index}.json", shrink_it)
+        assert trace.failure is not None
+        console.print(f"[red]scenario {index}[/red]: {escape(trace.failure.message)}")
+        _say_how_to_repeat(path)
         raise typer.Exit(1)
     console.print(f"{scenarios} scenarios did not notice {name}; try more of them with --scenarios")
 
@@ -192,17 +217,15 @@ def _mutate(name: str, seed: int, scenarios: int, trace_dir: Path, shrink_it: bo
 def _replay(path: Path, shrink_it: bool, as_json: bool) -> None:
     trace = Trace.read(path)
     result, exact = replay(trace)
-    if shrink_it and trace.failure is not None:
-        with errors.status("shrinking"):
-            trace = shrink(trace)
-        path = path.with_suffix(".small.json")
-        trace.write(path)
-        errors.print(f"shrunk to {len(trace.scenario.requests)} request(s): {path}")
-    failure = trace.failure if shrink_it else result.failure
+    if shrink_it and exact and trace.failure is not None:
+        trace, path = _write_trace(trace, path, True)
+        result, exact = replay(trace)
+    failure = result.failure
     if as_json:
         summary = {
             "exact": exact,
             "steps": result.steps,
+            "requests": len(trace.scenario.requests),
             "digest": result.digest,
             "invariant": failure.invariant if failure else None,
             "message": failure.message if failure else None,
@@ -211,7 +234,9 @@ def _replay(path: Path, shrink_it: bool, as_json: bool) -> None:
         print(json.dumps(summary))
     else:
         verdict = "[green]the same run, step for step[/green]" if exact else "[bold red]NOT the same run[/bold red]"
-        console.print(f"{verdict} ({result.steps} steps)")
+        console.print(f"{verdict} ({result.steps} steps, {len(trace.scenario.requests)} requests)")
         console.print(escape(failure.message) if failure else "nothing went wrong")
+        if shrink_it:
+            _say_how_to_repeat(path)
     if not exact or failure is not None:
         raise typer.Exit(1)

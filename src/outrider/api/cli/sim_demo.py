@@ -35,20 +35,19 @@ def demo_scenario(seed: int) -> Scenario:
     )
 
 
-def show_demo(console: Console, seed: int) -> None:
-    _show_run(console, seed)
-    _show_campaign(console, seed)
-    _show_bug(console, seed)
+def show_demo(console: Console, seed: int) -> bool:
+    """True if everything went as it should: two clean parts, and a bug that is caught."""
+    return all([_show_run(console, seed), _show_campaign(console, seed), _show_bug(console, seed)])
 
 
-def _show_run(console: Console, seed: int) -> None:
+def _show_run(console: Console, seed: int) -> bool:
     console.rule("one run")
     scenario = demo_scenario(seed)
     world = World(scenario)
     console.print(
         "A block drafter beside a target with a full and a sliding group (window 6), pages of 4 tokens.\n"
         "bob repeats alice's prompt; carol leaves it after 14 tokens. "
-        "[green]accepted drafts[/green] · [cyan]the target's own token[/cyan] · [dim]rejected[/dim]\n"
+        "[green]+ accepted draft[/green], [cyan]= the target's own token[/cyan], [dim]x rejected draft[/dim]\n"
     )
     shown: dict[str, int] = {}
 
@@ -67,24 +66,23 @@ def _show_run(console: Console, seed: int) -> None:
     result = world.run()
     outcome = "all outputs equal the oracle's" if result.failure is None else escape(result.failure.message)
     console.print(f"\n{result.steps} steps, {result.tokens} tokens: {outcome}\n")
+    return result.failure is None
 
 
 def _line(step: int, row: StepRow, tokens: tuple[int, ...]) -> str:
     span = f"[{row.start}, {row.start + row.num_rows})"
-    if not row.samples:
-        text = "prompt rows"
-    else:
-        accepted = " ".join(map(str, tokens[:-1]))
-        rejected = row.drafts - (len(tokens) - 1)
-        text = f"[green]{accepted}[/green]{' ' if accepted else ''}[cyan]{tokens[-1]}[/cyan]"
-        text += f" [dim]{'x ' * rejected}[/dim]" if rejected else ""
+    parts = [(f"+{token}", "green") for token in tokens[:-1]] + [(f"={token}", "cyan") for token in tokens[-1:]]
+    parts += [("x", "dim")] * (row.drafts - len(tokens) + 1 if row.samples else 0)
+    plain = " ".join(text for text, _style in parts) or "prompt rows"
+    marked = " ".join(f"[{style}]{text}[/{style}]" for text, style in parts) or "prompt rows"
     drafts = f"drafts {row.propose}" if row.propose else ""
-    return f"step {step:3}  {row.request:6} {escape(span):10} {text:40} {drafts}"
+    return f"step {step:3}  {row.request:6} {escape(f'{span:10}')} {marked}{' ' * (26 - len(plain))} {drafts}"
 
 
-def _show_campaign(console: Console, seed: int) -> None:
+def _show_campaign(console: Console, seed: int) -> bool:
     console.rule(f"{CAMPAIGN_SCENARIOS} random worlds")
-    with console.status("all drafters, page sizes, windows, chunks and roles, with faults"):
+    console.print("All drafters, page sizes, windows, chunk sizes and roles, under faults; a few seconds.")
+    with console.status("running"):
         tally = run_campaign(seed, CAMPAIGN_SCENARIOS)
     counts = tally.as_json()
     table = Table(show_header=False)
@@ -98,14 +96,16 @@ def _show_campaign(console: Console, seed: int) -> None:
         "seconds",
     ):
         table.add_row(name.replace("_", " "), f"{counts[name]:,}")
-    table.add_row("faults", ", ".join(f"{n} {c}" for n, c in counts["faults"].items() if c).replace("_", " "))
+    table.add_row("events", ", ".join(f"{n} {c}" for n, c in counts["faults"].items() if c).replace("_", " "))
     console.print(table)
+    return not tally.failures
 
 
-def _show_bug(console: Console, seed: int) -> None:
+def _show_bug(console: Console, seed: int) -> bool:
     console.rule("and with a bug put back")
     mutation = MUTATIONS[0]
     console.print(f"{mutation.story}:")
     result = try_mutation(mutation, seed)
     console.print(f"[red]{escape(result.message)}[/red]")
     console.print("\nMore: [bold]outrider sim --mutations[/bold], [bold]outrider sim --seed 7 --scenarios 2000[/bold]")
+    return result.caught
