@@ -177,10 +177,14 @@ class GroupIndex:
             [(page, parent + len(key).to_bytes(2, "little") + key + content) for content, page, key, parent in new]
         )
         children = [(parent, page) for content, page, _, parent in new if content]
-        if self._children.keys().isdisjoint([parent for parent, _ in children]):
-            self._children.update(children)
+        if not children:
             return
-        for parent, page in children:
+        # Where sequences part ways the first page has siblings; those after it hardly ever do.
+        self._add_child(*children[0])
+        if self._children.keys().isdisjoint([parent for parent, _ in children[1:]]):
+            self._children.update(children[1:])
+            return
+        for parent, page in children[1:]:
             self._add_child(parent, page)
 
     def insert_one(self, content: bytes, page: int, key: bytes, parent: bytes) -> None:
@@ -200,11 +204,11 @@ class GroupIndex:
 
     def _content(self, page: int) -> bytes:
         record = self._records[page]
-        return record[DIGEST_BYTES + 2 + int.from_bytes(record[DIGEST_BYTES : DIGEST_BYTES + 2], "little") :]
+        return record[_key_end(record) :]
 
     def remove_page(self, page: int) -> None:
         record = self._records.pop(page)
-        key_end = DIGEST_BYTES + 2 + int.from_bytes(record[DIGEST_BYTES : DIGEST_BYTES + 2], "little")
+        key_end = _key_end(record)
         parent, key, content = record[:DIGEST_BYTES], record[DIGEST_BYTES + 2 : key_end], record[key_end:]
         self._generations[page] += 1
         del self.pages[key]
@@ -260,6 +264,10 @@ class GroupIndex:
             if tokens > best_tokens:
                 best_page, best_tokens = page, tokens
         return (best_page, best_tokens)
+
+
+def _key_end(record: bytes) -> int:
+    return DIGEST_BYTES + 2 + (record[DIGEST_BYTES] | record[DIGEST_BYTES + 1] << 8)
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
