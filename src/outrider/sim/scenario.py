@@ -115,14 +115,28 @@ class Scenario:
             steps_ahead=2 if self.step_in_flight else 1,
             prefix_caching=self.prefix_caching,
         )
+        if self.one_by_one:
+            return replace(roomy, arena_pages=self._ample_pages(layout))
         pages = [1] * len(layout.arena_page_bytes)
         for request in self.requests:
-            total = min(len(request.prompt) + request.max_tokens, self.max_model_len)
+            total = self._total_tokens(request)
             target = worst_case_pages(layout, roomy, total, request.k, draft=False)
             both = worst_case_pages(layout, roomy, total, request.k, draft=True)
             # An arena that only drafts use is sized for them; elsewhere drafts must make do with the slack.
             pages = [max(a, t or d) for a, t, d in zip(pages, target, both, strict=True)]
         return replace(roomy, arena_pages=tuple(int(p * (1 + self.arena_slack)) + 1 for p in pages))
+
+    def _total_tokens(self, request: RequestDraw) -> int:
+        return min(len(request.prompt) + request.max_tokens, self.max_model_len)
+
+    def _ample_pages(self, layout: KVLayout) -> tuple[int, ...]:
+        """So many that nothing is ever evicted: every slot of every request, and some for scratch and copies."""
+        pages = [2] * len(layout.arena_page_bytes)
+        for request in self.requests:
+            for group, spec in enumerate(layout.groups):
+                length = self._total_tokens(request) + 2 * request.k + 8
+                pages[layout.arena_of[group]] += -(-length // spec.page_tokens) + 2
+        return tuple(pages)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
