@@ -28,14 +28,14 @@ from outrider.kv.holdings import NEVER, GroupSizes, Holdings
 from outrider.kv.intervals import Interval, page_count
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
-from outrider.kv.loading import first_failure, loaded_parts, longest_held
+from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_start
 from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, Media, Tier
 from outrider.kv.publication import Publisher
 from outrider.kv.search import GroupView
-from outrider.kv.sizing import check_fits, longest_that_fits, resident_pages
+from outrider.kv.sizing import Sizing, resident_pages
 
 
 class Admission(NamedTuple):
@@ -65,11 +65,11 @@ class KVManager:
         self.queried_tokens = 0
         self._observer = observer
         self._publisher = Publisher(layout, self.pool, observer)
+        self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
         """Some group frees pages before its sequence ends."""
         self._roots: dict[tuple[str, str], bytes] = {}
-        self._longest: dict[tuple[int, bool], int] = {}
 
     def _durable_end(self, sequence: SequenceKV, group: int) -> int:
         return sequence.committed if group < self.layout.num_target else sequence.draft_end
@@ -90,8 +90,7 @@ class KVManager:
         """Enter a sequence that will grow to at most total_tokens. It holds nothing until admitted."""
         if id in self.sequences:
             raise RequestError(f"request id {id!r} is in use; choose another")
-        if total_tokens > self._longest_that_fits(k, draft=False):
-            check_fits(self.layout, self.config, id, total_tokens, k)
+        self._sizing.check(id, total_tokens, k)
         chain = Chain(self._root(adapter, salt), self.layout.grain, media)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
@@ -106,12 +105,7 @@ class KVManager:
 
     def draft_fits(self, total_tokens: int, k: int) -> bool:
         """Could the sequence's draft groups be held beside its target groups, running alone?"""
-        return total_tokens <= self._longest_that_fits(k, draft=True)
-
-    def _longest_that_fits(self, k: int, *, draft: bool) -> int:
-        if (k, draft) not in self._longest:
-            self._longest[k, draft] = longest_that_fits(self.layout, self.config, k, draft=draft)
-        return self._longest[k, draft]
+        return total_tokens <= self._sizing.longest(k, draft=True)
 
     def search(self, sequence: SequenceKV, limit: int, *, draft: bool) -> tuple[Hit, list[GroupView]]:
         """The hit for this sequence on the cache as it is now. Changes nothing."""
@@ -235,9 +229,14 @@ class KVManager:
         layout, loads = self.layout, sequence.loads
         parts = self._loaded(sequence, layout.target_groups, sequence.hit)
         limit = first_failure(loads, layout.target_groups, sequence.load_end)
-        end = longest_held([layout.groups[g].kind for g in layout.target_groups], parts, limit)
+        kinds = [layout.groups[g].kind for g in layout.target_groups]
+        end = longest_held(kinds, parts, limit)
         if sequence.drafting:
-            self._settle_draft(sequence, end)
+            gap = max(0, end - sequence.draft_end)
+            fed_by_taps = all(
+                run_start(p, end) <= kind.needed(end, gap).start for kind, p in zip(kinds, parts, strict=True)
+            )
+            self._settle_draft(sequence, end, fed_by_taps=fed_by_taps)
         for (g, size), held in zip(self.holdings.target, parts, strict=True):
             self.holdings.keep_run(sequence, g, size, held, end)
         loads.clear()
@@ -248,15 +247,15 @@ class KVManager:
     def _loaded(self, sequence: SequenceKV, groups: range, cached_end: int) -> list[list[Interval]]:
         return [loaded_parts(sequence.loads, g, Interval(sequence.groups[g].low, cached_end)) for g in groups]
 
-    def _settle_draft(self, sequence: SequenceKV, end: int) -> None:
-        """Decide what the draft groups hold at the start `end`."""
+    def _settle_draft(self, sequence: SequenceKV, end: int, *, fed_by_taps: bool) -> None:
+        """Decide what the draft groups hold at the start `end`; fed_by_taps: tap rows could read what they need."""
         footprint, groups = self._footprint, self.layout.draft_groups
         pulled = any(load.group in groups and load.key is None for load in sequence.loads)
         parts = self._loaded(sequence, groups, sequence.draft_end)
         reachable = min(end, footprint.durable_end(end))
         if footprint.rebuild:
             sequence.draft_end = longest_held([self.layout.groups[g].kind for g in groups], parts, reachable)
-        elif pulled or end != sequence.hit:
+        elif pulled or end != sequence.hit or not fed_by_taps:
             sequence.draft_end = reachable
         # Otherwise it stays where the hit left it, and tap rows feed the rest.
         for (g, size), held in zip(self.holdings.draft, parts, strict=True):

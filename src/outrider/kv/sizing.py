@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 
 from outrider.errors import AdmissionError
 from outrider.kv.intervals import page_count
@@ -39,26 +38,38 @@ def resident_pages(layout: KVLayout, config: KVConfig, length: int) -> list[int]
     ]
 
 
-def check_fits(layout: KVLayout, config: KVConfig, id: str, total_tokens: int, k: int) -> None:
-    """Refuse a sequence whose target groups could never be held."""
-    worst = worst_case_pages(layout, config, total_tokens, k, draft=False)
-    for arena, (needed, pages) in enumerate(zip(worst, config.arena_pages, strict=True)):
-        if needed > pages - 1:
-            raise AdmissionError(
-                f"request {id!r} may grow to {total_tokens} tokens and needs up to {needed} pages of arena "
-                f"{arena} ({layout.arena_page_bytes[arena]} bytes each), which has {pages - 1}; shorten the "
-                "prompt, lower max_tokens, or give the KV cache more memory"
-            )
+class Sizing:
+    """What fits into one worker's arenas."""
 
+    def __init__(self, layout: KVLayout, config: KVConfig) -> None:
+        self._layout = layout
+        self._config = config
+        self._longest: dict[tuple[int, bool], int] = {}
 
-def longest_that_fits(layout: KVLayout, config: KVConfig, k: int, *, draft: bool) -> int:
-    """The longest sequence that could be held, running alone: the worst case never shrinks with the length."""
+    def longest(self, k: int, *, draft: bool) -> int:
+        """The longest sequence that could be held, running alone: the worst case never shrinks with the length."""
+        known = self._longest.get((k, draft))
+        if known is not None:
+            return known
 
-    def too_long(total_tokens: int) -> bool:
-        return not fits(worst_case_pages(layout, config, total_tokens, k, draft=draft), config)
+        def too_long(total_tokens: int) -> bool:
+            worst = worst_case_pages(self._layout, self._config, total_tokens, k, draft=draft)
+            return any(needed > pages - 1 for needed, pages in zip(worst, self._config.arena_pages, strict=True))
 
-    return bisect_right(range(config.max_model_len + 1), False, key=too_long) - 1
+        longest = bisect_right(range(self._config.max_model_len + 1), False, key=too_long) - 1
+        self._longest[k, draft] = longest
+        return longest
 
-
-def fits(worst: Sequence[int], config: KVConfig) -> bool:
-    return all(needed <= pages - 1 for needed, pages in zip(worst, config.arena_pages, strict=True))
+    def check(self, id: str, total_tokens: int, k: int) -> None:
+        """Refuse a sequence whose target groups could never be held."""
+        if total_tokens <= self.longest(k, draft=False):
+            return
+        layout, arena_pages = self._layout, self._config.arena_pages
+        worst = worst_case_pages(layout, self._config, total_tokens, k, draft=False)
+        for arena, (needed, pages) in enumerate(zip(worst, arena_pages, strict=True)):
+            if needed > pages - 1:
+                raise AdmissionError(
+                    f"request {id!r} may grow to {total_tokens} tokens and needs up to {needed} pages of arena "
+                    f"{arena} ({layout.arena_page_bytes[arena]} bytes each), which has {pages - 1}; shorten the "
+                    "prompt, lower max_tokens, or give the KV cache more memory"
+                )
