@@ -119,6 +119,10 @@ class KVFootprint:
             raise FootprintError(f"{self.name}: it reads no taps, so token ids are all it is fed; declare rebuild=True")
         if self.rebuild and self.token_reach:
             raise FootprintError(f"{self.name}: a drafter fed from token ids alone reads no later token")
+        if self.durable_lead and self.proposing is Proposing.BLOCK:
+            raise FootprintError(
+                f"{self.name}: a block starts at v and would overwrite the durable slot there; use durable_lead=0"
+            )
         if self.keeps_accepted and self.proposing is Proposing.BLOCK:
             raise FootprintError(
                 f"{self.name}: a block is written from masks, so accepted drafts leave nothing to keep; "

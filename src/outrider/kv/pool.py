@@ -118,7 +118,7 @@ class PagePool:
             published[page] = mark
 
     def publish_one(self, group: int, content: bytes, page: int, key: bytes, parent: bytes) -> None:
-        self.indexes[group].insert_one(content, page, key, parent)
+        self.indexes[group].insert([(content, page, key, parent)])
         self.arenas[self._arena_of[group]].published[page] = group + 1
 
     def _evict(self, index: int, page: int) -> None:

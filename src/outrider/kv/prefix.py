@@ -152,13 +152,14 @@ class GroupIndex:
     such dicts, so a full cache does not lengthen its pauses.
     """
 
-    __slots__ = ("_branches", "_children", "_generations", "_records", "_runs", "pages")
+    __slots__ = ("_branches", "_children", "_contents", "_generations", "_keys", "_parents", "_runs", "pages")
 
     def __init__(self, generations: list[int]) -> None:
         """`generations` counts, per page of the arena, how often it left an index."""
         self.pages: dict[bytes, int] = {}
-        self._records: dict[int, bytes] = {}
-        """Per page: parent, length of the key, key, content."""
+        self._keys: dict[int, bytes] = {}
+        self._contents: dict[int, bytes] = {}
+        self._parents: dict[int, bytes] = {}
         self._children: dict[bytes, int] = {}
         """One page after each parent: most have no other."""
         self._branches: dict[bytes, list[tuple[bytes, int]]] = {}
@@ -170,51 +171,34 @@ class GroupIndex:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def insert(self, new: list[PageEntry]) -> None:
-        """Enter pages, in the order in which they follow each other."""
-        self.pages.update([(key, page) for _, page, key, _ in new])
-        self._records.update(
-            [(page, parent + len(key).to_bytes(2, "little") + key + content) for content, page, key, parent in new]
-        )
-        children = [(parent, page) for content, page, _, parent in new if content]
-        if not children:
-            return
-        # Where sequences part ways the first page has siblings; those after it hardly ever do.
-        self._add_child(*children[0])
-        if self._children.keys().isdisjoint([parent for parent, _ in children[1:]]):
-            self._children.update(children[1:])
-            return
-        for parent, page in children[1:]:
-            self._add_child(parent, page)
+    def insert(self, new: Iterable[PageEntry]) -> None:
+        pages, keys, contents, parents = self.pages, self._keys, self._contents, self._parents
+        first_child = self._children.setdefault
+        for content, page, key, parent in new:
+            pages[key] = page
+            keys[page] = key
+            if content:
+                contents[page] = content
+                parents[page] = parent
+                sibling = first_child(parent, page)
+                if sibling != page:
+                    self._branch(parent, sibling, page)
 
-    def insert_one(self, content: bytes, page: int, key: bytes, parent: bytes) -> None:
-        """Enter a single page, as decoding does again and again."""
-        self.pages[key] = page
-        self._records[page] = parent + len(key).to_bytes(2, "little") + key + content
-        if content:
-            self._add_child(parent, page)
-
-    def _add_child(self, parent: bytes, page: int) -> None:
-        sibling = self._children.setdefault(parent, page)
-        if sibling != page:
-            siblings = self._branches.get(parent)
-            if siblings is None:
-                siblings = self._branches[parent] = [(self._content(sibling), sibling)]
-            insort(siblings, (self._content(page), page))
-
-    def _content(self, page: int) -> bytes:
-        record = self._records[page]
-        return record[_key_end(record) :]
+    def _branch(self, parent: bytes, sibling: int, page: int) -> None:
+        siblings = self._branches.get(parent)
+        if siblings is None:
+            siblings = self._branches[parent] = [(self._contents[sibling], sibling)]
+        insort(siblings, (self._contents[page], page))
 
     def remove_page(self, page: int) -> None:
-        record = self._records.pop(page)
-        key_end = _key_end(record)
-        parent, key, content = record[:DIGEST_BYTES], record[DIGEST_BYTES + 2 : key_end], record[key_end:]
-        self._generations[page] += 1
+        key = self._keys.pop(page)
         del self.pages[key]
+        self._generations[page] += 1
         self._runs.pop(key, None)
-        if not content:
+        content = self._contents.pop(page, None)
+        if content is None:
             return
+        parent = self._parents.pop(page)
         siblings = self._branches.get(parent)
         if siblings is None:
             del self._children[parent]
@@ -225,9 +209,10 @@ class GroupIndex:
             del self._branches[parent]
 
     def clear(self) -> None:
-        for page in self._records:
+        for page in self._keys:
             self._generations[page] += 1
-        for table in (self.pages, self._records, self._children, self._branches, self._runs):
+        self._runs.clear()
+        for table in (self.pages, self._keys, self._contents, self._parents, self._children, self._branches):
             table.clear()
 
     def remember_run(self, key: bytes, pages: list[int]) -> None:
@@ -254,7 +239,7 @@ class GroupIndex:
             return (0, 0)
         siblings = self._branches.get(parent)
         if siblings is None:
-            candidates = [(self._content(child), child)]
+            candidates = [(self._contents[child], child)]
         else:
             place = bisect_left(siblings, (content, 0))
             candidates = siblings[max(0, place - 1) : place + 1]
@@ -264,10 +249,6 @@ class GroupIndex:
             if tokens > best_tokens:
                 best_page, best_tokens = page, tokens
         return (best_page, best_tokens)
-
-
-def _key_end(record: bytes) -> int:
-    return DIGEST_BYTES + 2 + (record[DIGEST_BYTES] | record[DIGEST_BYTES + 1] << 8)
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:

@@ -32,28 +32,31 @@ class Publisher:
         bases = chain.bases[first * step : stop * step + 1 : step]
         data = sequence.tokens[first * size : stop * size + reach].tobytes()
         stride, width = size * TOKEN_BYTES, (size + reach) * TOKEN_BYTES
-        contents = [data[offset : offset + width] for offset in range(0, (stop - first) * stride, stride)]
-        keys = bases[1:]
-        if chain.media:
-            keys = [
-                key + chain.successors(sequence.tokens, number * size, reach)
-                for number, key in enumerate(keys, start=first + 1)
-            ]
-            contents = [
-                b"" if chain.has_media(number * size, (number + 1) * size + reach) else content
-                for number, content in enumerate(contents, start=first)
-            ]
-        elif reach:
-            keys = [key + content[stride:] for key, content in zip(keys, contents, strict=True)]
-        entries = list(zip(contents, sequence.groups[group].pages[first:stop], keys, bases, strict=False))
-        worth = self._worth_publishing(group, first, entries)
-        if self._observer:
-            self._report(sequence, group, first, entries, worth)
-        self._pool.publish(group, worth)
-        if len(worth) == len(entries):
+        known, in_index = self._pool.indexes[group].pages, self._pool.arena(group).published
+        pages, observer, media = sequence.groups[group].pages, self._observer, chain.media
+        skims, offset = not layout.retains_all[group], 0
+        entries = []
+        for number in range(first, stop):
+            content = data[offset : offset + width]
+            offset += stride
+            key = bases[number - first + 1]
+            if reach:
+                key += chain.successors(sequence.tokens, (number + 1) * size, reach) if media else content[stride:]
+            page = pages[number]
+            if key in known or in_index[page] or (skims and not layout.retains(group, number)):
+                if observer and key in known:
+                    observer.already_published(sequence, group, number, known[key])
+                continue
+            if media and chain.has_media(number * size, (number + 1) * size + reach):
+                content = b""
+            entries.append((content, page, key, bases[number - first]))
+            if observer:
+                observer.published(sequence, group, number, page, key)
+        self._pool.publish(group, entries)
+        if len(entries) == stop - first:
             self._remember_runs(group, first, entries)
-        if self._observer:
-            self._observer.offered(sequence, group, first, stop)
+        if observer:
+            observer.offered(sequence, group, first, stop)
 
     def _publish_one(self, sequence: SequenceKV, group: int, number: int, parent: bytes, base: bytes) -> None:
         """The common case of decoding: one page, and nobody watching."""
@@ -72,29 +75,3 @@ class Publisher:
         for start in range(-first % RUN_PAGES, len(entries) - RUN_PAGES + 1, RUN_PAGES):
             run = entries[start : start + RUN_PAGES]
             self._pool.indexes[group].remember_run(run[-1][2], [page for _, page, _, _ in run])
-
-    def _worth_publishing(self, group: int, first: int, entries: list[PageEntry]) -> list[PageEntry]:
-        """Without pages that the index holds already, and those that no hit can need."""
-        layout, known = self._layout, self._pool.indexes[group].pages
-        in_index = self._pool.arena(group).published
-        skims = not layout.retains_all[group]
-        if not skims and known.keys().isdisjoint([key for _, _, key, _ in entries]):
-            if not any([in_index[page] for _, page, _, _ in entries]):
-                return entries
-        return [
-            entry
-            for number, entry in enumerate(entries, start=first)
-            if entry[2] not in known and not in_index[entry[1]] and not (skims and not layout.retains(group, number))
-        ]
-
-    def _report(
-        self, sequence: SequenceKV, group: int, first: int, entries: list[PageEntry], worth: list[PageEntry]
-    ) -> None:
-        assert self._observer is not None
-        known = self._pool.indexes[group].pages
-        new = {page for _, page, _, _ in worth}
-        for number, (_content, page, key, _parent) in enumerate(entries, start=first):
-            if page in new:
-                self._observer.published(sequence, group, number, page, key)
-            elif key in known:
-                self._observer.already_published(sequence, group, number, known[key])

@@ -189,7 +189,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="drafting_goes_on_without_pages",
         invariant="I1",
         story="draft groups that found no pages are not dropped",
-        where="outrider.kv.manager:KVManager.drop_draft",
+        where="outrider.kv.manager:KVManager.reserve",
         change=patches.keep_drafting_without_pages,
         needs=_needs("drafts", "tight"),
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.errors import OutOfPages
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.intervals import Interval, SlotRun, page_count
 
@@ -51,11 +52,16 @@ def ignore_plans_ahead(original: Any) -> Any:
 
 
 def keep_drafting_without_pages(original: Any) -> Any:
-    def drop_draft(self: Any, sequence: Any) -> None:
-        self.dropped_drafts += 1
-        self.holdings.measure_room(sequence)
+    def reserve(self: Any, sequence: Any, target_end: int, draft_end: int) -> None:
+        holdings = self.holdings
+        missing = holdings.missing(sequence, holdings.target, target_end)
+        try:
+            self.pool.require(missing + holdings.missing(sequence, holdings.draft, draft_end))
+        except OutOfPages:
+            draft_end = min(draft_end, sequence.draft_room)
+        original(self, sequence, target_end, draft_end)
 
-    return drop_draft
+    return reserve
 
 
 # ---- keys, publication, hits, retention ----------------------------------------------------------------

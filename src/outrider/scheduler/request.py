@@ -15,6 +15,7 @@ from outrider.kv.prefix import Media
 from outrider.scheduler.plan import StepRow
 
 MAX_TOKEN_ID = (1 << 32) - 1
+MOST_FORKS = 1024
 
 
 class State(Enum):
@@ -66,6 +67,10 @@ class RequestSpec:
             raise RequestError(f"request {self.id!r}: the prompt is empty; send at least one token")
         whole_number(self.max_tokens, f"request {self.id!r}: max_tokens", at_least=1, error=RequestError)
         whole_number(self.n, f"request {self.id!r}: n", at_least=1, error=RequestError)
+        if self.n > MOST_FORKS:
+            raise RequestError(
+                f"request {self.id!r}: n may be at most {MOST_FORKS}, got {self.n}; send several requests"
+            )
         advice = "0 turns drafting off"
         whole_number(self.k, f"request {self.id!r}: k", at_least=0, advice=advice, error=RequestError)
         if not 0 <= self.prefilled_tokens < len(self.prompt):

@@ -113,7 +113,7 @@ class Scheduler:
         # A prefill worker's part ends with the first token.
         wanted = 1 if self.config.role is Role.PREFILL else spec.max_tokens
         total = min(prompt_len + wanted, self.kv.config.max_model_len)
-        k = 0 if self.config.role is Role.PREFILL else spec.k
+        k = 0 if self.config.role is Role.PREFILL else min(spec.k, total)
         sequence = self.kv.open(
             spec.id, tokens, total_tokens=total, k=k, adapter=spec.adapter, salt=spec.salt, media=spec.media
         )
@@ -245,6 +245,8 @@ class Scheduler:
 
     def _fail(self, request: Request) -> None:
         self._updates.append(Update(request.id, (), "failed"))
+        for number in range(1, request.spec.n):
+            self._fork_names.pop(fork_name(request.id, number), None)
         self.roster.finish(request, "failed")
 
     def take_updates(self) -> list[Update]:

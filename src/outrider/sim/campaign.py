@@ -76,6 +76,7 @@ class Tally:
     leaked_pages: int = 0
     hit_mismatches: int = 0
     stuck: int = 0
+    crashes: int = 0
     failures: list[tuple[int, Failure]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -93,6 +94,7 @@ class Tally:
             self.violations += result.failure.kind == "violation"
             self.wrong_outputs += result.failure.kind == "wrong_output"
             self.stuck += result.failure.kind == "stuck"
+            self.crashes += result.failure.kind == "crash"
             self.failures.append((index, result.failure))
 
     def as_json(self) -> dict[str, Any]:
@@ -109,6 +111,7 @@ class Tally:
             "leaked_pages": self.leaked_pages,
             "hit_mismatches": self.hit_mismatches,
             "stuck": self.stuck,
+            "crashes": self.crashes,
             "seconds": round(self.seconds, 2),
             "steps_per_second": round(self.steps / self.seconds) if self.seconds else 0,
         }

@@ -32,7 +32,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def word(value: int) -> bytes:
-    return value.to_bytes(8, "little")
+    return (value & (1 << 64) - 1).to_bytes(8, "little")
 
 
 def chance(*parts: object) -> float:

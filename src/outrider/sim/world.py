@@ -38,7 +38,7 @@ class Stuck(Exception):
 @dataclass(frozen=True)
 class Failure:
     kind: str
-    """violation, wrong_output, leak, hit_mismatch or stuck."""
+    """violation, wrong_output, leak, hit_mismatch, stuck or crash."""
     invariant: str | None
     message: str
     step: int
@@ -141,6 +141,9 @@ class World:
             self._fail("wrong_output", "I7", str(wrong))
         except Stuck as stuck:
             self._fail("stuck", None, str(stuck))
+        except Exception as crash:
+            # A crash is a failure like any other: it is counted, traced and shrunk.
+            self._fail("crash", None, f"{type(crash).__name__}: {crash}")
         result = self.result
         result.steps = self._total_steps()
         for worker in self.workers.values():

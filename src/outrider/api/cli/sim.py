@@ -153,7 +153,7 @@ def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
     ):
         table.add_row(name.replace("_", " "), f"{counts[name]:,}")
     table.add_section()
-    for name in ("violations", "wrong_outputs", "leaked_pages", "hit_mismatches", "stuck"):
+    for name in ("violations", "wrong_outputs", "leaked_pages", "hit_mismatches", "stuck", "crashes"):
         style = "bold red" if counts[name] else "green"
         table.add_row(name.replace("_", " "), f"{counts[name]:,}", style=style)
     console.print(table)
