@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.errors import OutOfPages
 from outrider.kv.admission import Seating
 from outrider.kv.intervals import Interval, page_count
 from outrider.kv.layout import KVLayout
@@ -92,6 +93,15 @@ class Holdings:
             if count > 0:
                 missing.append((g, count))
         return missing
+
+    def could_hold(self, sequence: SequenceKV, target_pages: Sequence[int]) -> bool:
+        """Are as many pages as that to be had for each target group, counting those it holds?"""
+        wanted = [(g, max(0, pages - sequence.groups[g].num_held)) for g, pages in enumerate(target_pages)]
+        try:
+            self.pool.require(wanted)
+        except OutOfPages:
+            return False
+        return True
 
     def grow(self, sequence: SequenceKV, missing: list[tuple[int, int]]) -> None:
         """Append fresh pages, which were required before."""
@@ -207,6 +217,11 @@ class Holdings:
             state.pages[number] = SINK
         return pages
 
+    def set_pending_aside(self, sequence: SequenceKV) -> list[tuple[int, list[int]]]:
+        """(group, pages) of every load that has not ended."""
+        pending = [load for load, state in sequence.loads.items() if state is LoadState.PENDING]
+        return [(load.group, self.set_aside(sequence, load)) for load in pending]
+
     def return_all(self, sequence: SequenceKV) -> None:
         """The sequence holds nothing any more."""
         for g, state in enumerate(sequence.groups):
@@ -273,6 +288,12 @@ class Holdings:
         for counted in refs:
             counted[SINK] = 1
         return refs
+
+    def check_integrity(self, sequences: Sequence[SequenceKV]) -> None:
+        """Arenas and ledger agree about every reference."""
+        for arena, counted in zip(self.pool.arenas, self.count_references(sequences), strict=True):
+            arena.check_integrity()
+            assert counted == arena.refs, f"arena {arena.index}: ledger and reference counts disagree"
 
 
 def _room(states: Sequence[GroupPages], groups: GroupSizes) -> tuple[int, int]:

@@ -90,6 +90,7 @@ class SequenceKV:
         "loads",
         "namespace",
         "next_event",
+        "skip_tiers",
         "target_headroom",
         "target_last_page_start",
         "target_room",
@@ -103,6 +104,8 @@ class SequenceKV:
         self.tokens = tokens
         """Shared with whoever appends to it; positions up to and including `committed` are known."""
         self.chain = chain
+        self.skip_tiers = False
+        """A tier failed it once: from then on it takes only what the device holds."""
         self.target_headroom = 0
         self.draft_headroom = 0
         self.reset(num_groups)
@@ -129,6 +132,10 @@ class SequenceKV:
         self.draft_last_page_start = -1
         self.next_event = 0
         """Committing this position or a later one completes a page or frees one."""
+
+    def pending_groups(self) -> set[int]:
+        """Groups that still wait for a load."""
+        return {load.group for load, state in self.loads.items() if state is LoadState.PENDING}
 
     @property
     def loading(self) -> bool:

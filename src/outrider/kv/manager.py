@@ -111,8 +111,9 @@ class KVManager:
         """The hit for this sequence on the cache as it is now. Changes nothing."""
         layout, chain, tokens = self.layout, sequence.chain, sequence.tokens
         chain.extend(tokens, len(tokens))
+        tiers = () if sequence.skip_tiers else self.tiers
         views = [
-            GroupView(g, layout.groups[g], layout.reach[g], self.pool.indexes[g], chain, tokens, self.tiers)
+            GroupView(g, layout.groups[g], layout.reach[g], self.pool.indexes[g], chain, tokens, tiers)
             for g in range(len(layout.groups) if draft else layout.num_target)
         ]
         return find_hit(views, layout.num_target, self._footprint, limit, draft=draft), views
@@ -215,6 +216,7 @@ class KVManager:
         """These slots will not arrive, and nothing writes to their pages any more."""
         if sequence.loads.get(load) is LoadState.PENDING:
             sequence.loads[load] = LoadState.FAILED
+            sequence.skip_tiers |= load.key is not None
 
     def may_finish_loading(self, sequence: SequenceKV) -> bool:
         """Has every load ended, and every page copy run?"""
@@ -266,9 +268,15 @@ class KVManager:
 
         Returns (group, pages) to restore once the transfer's handle is destroyed.
         """
-        pending = (load for load, state in sequence.loads.items() if state is LoadState.PENDING)
-        aside = [(load.group, self.holdings.set_aside(sequence, load)) for load in pending]
+        aside = self.holdings.set_pending_aside(sequence)
+        sequence.skip_tiers = True
         self.holdings.return_all(sequence)
+        return aside
+
+    def abandon_draft_loads(self, sequence: SequenceKV) -> list[tuple[int, list[int]]]:
+        """Like abandon_loading, where only draft groups still wait: they are dropped, and nothing is recomputed."""
+        aside = self.holdings.set_pending_aside(sequence)
+        self.drop_draft(sequence)
         return aside
 
     def restore_quarantined(self, aside: list[tuple[int, list[int]]]) -> None:
@@ -308,13 +316,7 @@ class KVManager:
 
     def has_room(self, sequence: SequenceKV, length: int) -> bool:
         """Could the target's pages for a sequence of this length be had now?"""
-        resident = resident_pages(self.layout, self.config, length)
-        missing = [(g, max(0, pages - sequence.groups[g].num_held)) for g, pages in enumerate(resident)]
-        try:
-            self.pool.require(missing)
-        except OutOfPages:
-            return False
-        return True
+        return self.holdings.could_hold(sequence, resident_pages(self.layout, self.config, length))
 
     def commit(
         self,
@@ -494,6 +496,4 @@ class KVManager:
 
     def check_integrity(self) -> None:
         """Arenas and ledger agree about every reference."""
-        for arena, counted in zip(self.pool.arenas, self.count_references(), strict=True):
-            arena.check_integrity()
-            assert counted == arena.refs, f"arena {arena.index}: ledger and reference counts disagree"
+        self.holdings.check_integrity(list(self.sequences.values()))

@@ -138,7 +138,7 @@ class Sanitizer(KVObserver):
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         """I9: the hit equals a slot-by-slot search over what is published."""
         limit = len(sequence.tokens) - 1 if use_cache else 0
-        expected = self._expected.search(self._hashes(sequence), limit, draft=may_draft)
+        expected = self._expected.search(self._hashes(sequence), limit, draft=may_draft, tiers=not sequence.skip_tiers)
         self._hits[sequence.id] = (hit, expected)
 
     def admitted(self, sequence: SequenceKV) -> None:

@@ -24,10 +24,10 @@ class ExpectedHits:
         self._tier_holds = tier_holds
         self._retained: dict[tuple[int, int], bool] = {}
 
-    def search(self, hashes: Sequence[int], limit: int, *, draft: bool) -> Hit:
+    def search(self, hashes: Sequence[int], limit: int, *, draft: bool, tiers: bool = True) -> Hit:
         layout, footprint = self._layout, self._layout.footprint
         groups = range(len(layout.groups) if draft else layout.num_target)
-        runs = {group: self._runs(group, hashes, limit) for group in groups}
+        runs = {group: self._runs(group, hashes, limit, tiers) for group in groups}
         end = self._longest(layout.target_groups, runs, limit)
         if not draft:
             return Hit(end, 0, ())
@@ -64,7 +64,7 @@ class ExpectedHits:
             tuple(Interval(fed_from if run is None else min(run.start, fed_from), fed_from) for run in found.values()),
         )
 
-    def _runs(self, group: int, hashes: Sequence[int], limit: int) -> list[int]:
+    def _runs(self, group: int, hashes: Sequence[int], limit: int, tiers: bool) -> list[int]:
         """For every end: where the run of slots that can be had, and that stops there, starts."""
         layout = self._layout
         size, available = layout.groups[group].page_tokens, self._available[group]
@@ -73,7 +73,7 @@ class ExpectedHits:
         for position in range(limit):
             place = position + 1 + reach
             held = place < len(hashes) and hashes[place] in available
-            if not held:
+            if not held and tiers:
                 last = (position // size + 1) * size + reach
                 held = last < len(hashes) and self._tier_holds(group, hashes[last])
             starts.append(starts[-1] if held else position + 1)

@@ -216,6 +216,10 @@ class Scheduler:
         request = self.roster.loading.get(request_id)
         if request is None:
             return []
+        if not request.kv.pending_groups() - set(self.kv.layout.draft_groups):
+            aside = self.kv.abandon_draft_loads(request.kv)
+            self._maybe_start_loaded(request)
+            return aside
         aside = self.kv.abandon_loading(request.kv)
         request.epoch += 1
         self.roster.wait_again(request)
