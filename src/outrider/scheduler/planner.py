@@ -185,7 +185,9 @@ class Planner:
             tap_rows = self._tap_rows(request)
             if kv.drafting and footprint.rebuild:
                 backlog = footprint.backlog(durable_end=kv.draft_end, v=start)
-                catch_up_rows = min(backlog, max(0, budget.left - count))
+                # Half of the step at most: whoever comes behind must not wait for somebody's drafter.
+                most = max(1, self._config.max_num_batched_tokens // 2)
+                catch_up_rows = min(backlog, most, max(0, budget.left - count))
                 if backlog:
                     k = 0
                 if catch_up_rows < backlog:

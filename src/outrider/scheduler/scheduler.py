@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-from outrider.errors import OutOfPages, RequestError
+from outrider.errors import ConfigError, OutOfPages, RequestError
 from outrider.kv.ledger import Load
 from outrider.kv.manager import KVManager
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
@@ -31,6 +31,8 @@ def fork_name(request_id: str, number: int) -> str:
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
+        if config.step_in_flight and kv.config.steps_ahead < 2:
+            raise ConfigError("step_in_flight plans two steps ahead, but KVConfig.steps_ahead is 1; set it to 2")
         self.config = config
         self.kv = kv
         self.roster = Roster(kv, protect_after=config.protect_after_preemptions)
