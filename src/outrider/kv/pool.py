@@ -117,10 +117,6 @@ class PagePool:
         for _content, page, _key, _parent in entries:
             published[page] = mark
 
-    def publish_one(self, group: int, content: bytes, page: int, key: bytes, parent: bytes) -> None:
-        self.indexes[group].insert([(content, page, key, parent)])
-        self.arenas[self._arena_of[group]].published[page] = group + 1
-
     def _evict(self, index: int, page: int) -> None:
         self.indexes[self.arenas[index].published[page] - 1].remove_page(page)
         self.arenas[index].published[page] = 0

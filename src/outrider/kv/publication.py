@@ -68,7 +68,7 @@ class Publisher:
         if key in pool.indexes[group].pages or pool.arena(group).published[page]:
             return
         if layout.retains_all[group] or layout.retains(group, number):
-            pool.publish_one(group, content, page, key, parent)
+            pool.publish(group, [(content, page, key, parent)])
 
     def _remember_runs(self, group: int, first: int, entries: list[PageEntry]) -> None:
         """Whole runs among pages that were published together are found with one look-up."""
