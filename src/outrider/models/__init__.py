@@ -1,0 +1,1 @@
+"""Models: one decoder described by a spec, recipes for model families, weights from files."""

@@ -1,0 +1,94 @@
+"""One decoder for every model: what differs is in its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
+from outrider.layers.ops import Ops
+from outrider.layers.rope import rotary_table
+from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
+from outrider.models.spec import DecoderSpec, RopeSpec
+
+
+class LayerKV(NamedTuple):
+    """Where one layer keeps its keys and values, and the rows of this step in its group."""
+
+    kv: PagedKV
+    rows: AttentionRows
+
+
+class Hidden(NamedTuple):
+    final: Tensor
+    """[rows, hidden], before the last norm."""
+    taps: tuple[Tensor, ...]
+    """Hidden states that enter the tapped layers, in the order asked for."""
+
+
+class Decoder:
+    def __init__(self, spec: DecoderSpec, parameters: DecoderParameters, ops: Ops, *, max_position: int) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.parameters = ops.prepare(parameters)
+        embedding = self.parameters.embedding
+        tables: dict[RopeSpec, Tensor] = {}
+        for layer in spec.layers:
+            if layer.rope not in tables:
+                # Rotation is the one place where 16 bits would be felt: angles are large numbers.
+                tables[layer.rope] = rotary_table(
+                    layer.rope, max_position, dtype=torch.float32, device=embedding.device
+                )
+        self._attention = tuple(
+            AttentionLayer(
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                scale=spec.score_scale,
+                rotary=tables[layer.rope],
+                q_norm=weights.q_norm,
+                k_norm=weights.k_norm,
+                norm_eps=spec.norm_eps,
+                softcap=spec.attention_softcap,
+                sinks=weights.sinks,
+            )
+            for layer, weights in zip(spec.layers, self.parameters.layers, strict=True)
+        )
+
+    def forward(self, tokens: Tensor, layers: Sequence[LayerKV], *, taps: Sequence[int] = ()) -> Hidden:
+        """Run the rows of a step. Tap i is what enters layer i; tap len(layers) is what leaves the last one."""
+        spec, ops = self.spec, self.ops
+        x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
+        tapped: dict[int, Tensor] = {}
+        for number, (weights, place) in enumerate(zip(self.parameters.layers, layers, strict=True)):
+            if number in taps:
+                tapped[number] = x.clone()
+            qkv = ops.project(x, weights.qkv, norm=weights.input_norm, eps=spec.norm_eps)
+            attended = ops.attend(qkv, self._attention[number], place.kv, place.rows)
+            x = ops.project_add(attended, weights.out, x, post_norm=weights.attention_post_norm, eps=spec.norm_eps)
+            x = self._feed_forward(number, weights, x)
+        if len(layers) in taps:
+            tapped[len(layers)] = x.clone()
+        return Hidden(x, tuple(tapped[tap] for tap in taps))
+
+    def _feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
+        spec, ops, mlp = self.spec, self.ops, weights.mlp
+        if isinstance(mlp, DenseMLP):
+            inner = ops.gated(x, mlp.gate_up, spec.activation, norm=weights.mlp_norm, eps=spec.norm_eps)
+            return ops.project_add(inner, mlp.down, x, post_norm=weights.mlp_post_norm, eps=spec.norm_eps)
+        experts = spec.layers[number].experts
+        assert experts is not None
+        y = ops.experts(x, mlp, experts, spec.activation, norm=weights.mlp_norm, eps=spec.norm_eps)
+        return x + (y if weights.mlp_post_norm is None else ops.norm(y, weights.mlp_post_norm, spec.norm_eps))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary], in float32."""
+        spec = self.spec
+        logits = self.ops.project(
+            hidden, self.parameters.head, norm=self.parameters.final_norm, eps=spec.norm_eps
+        ).float()
+        cap = spec.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
