@@ -3,6 +3,7 @@
     OutriderError
     ├── ConfigError            a setting is wrong or contradicts another
     │   └── FootprintError     a drafter's declaration contradicts itself
+    ├── ModelError             a model or checkpoint cannot be loaded
     ├── RequestError           one request is wrong; every other request goes on
     │   └── AdmissionError     one request could never fit into the memory that was configured
     ├── OutOfPages             an arena has too few pages right now (the scheduler makes room or waits)
@@ -26,6 +27,10 @@ class ConfigError(OutriderError, ValueError):
 
 class FootprintError(ConfigError):
     """A drafter's declaration contradicts itself."""
+
+
+class ModelError(OutriderError):
+    """A model or checkpoint cannot be loaded."""
 
 
 class RequestError(OutriderError, ValueError):

@@ -1,0 +1,102 @@
+"""What a family says about its checkpoints, and what most families say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ConfigError, ModelError
+from outrider.models.recipes.config import ConfigReader
+from outrider.models.recipes.layout import Layout, decoder_layout
+from outrider.models.recipes.rope import rope_of
+from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    family: str
+    architectures: tuple[str, ...]
+    """As in the `architectures` of a Hugging Face configuration."""
+    model_types: tuple[str, ...]
+    """As in its `model_type`, for files that leave `architectures` out."""
+    gguf: str | None = None
+    """As in the `general.architecture` of a GGUF file."""
+    gguf_interleaved_heads: bool = False
+    """GGUF holds query and key rows in the order that rotates neighbours instead of halves."""
+    read: Callable[[ConfigReader], DecoderSpec]
+    layout: Callable[[DecoderSpec], Layout] = decoder_layout
+
+    def spec(self, config: Mapping[str, Any], source: str) -> DecoderSpec:
+        """What this configuration describes; `source` is its file, for messages."""
+        try:
+            return self.read(ConfigReader(config, source))
+        except ConfigError as problem:
+            raise ModelError(f"{source}: {problem}") from None
+
+
+def common_fields(config: ConfigReader, *, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields of a DecoderSpec that every family spells alike; the arguments are a family's defaults."""
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if heads < 1:
+        raise config.wrong("num_attention_heads", "at least 1")
+    if not config.has("head_dim") and head_dim is None and hidden % heads:
+        raise ModelError(f"{config.source}: {hidden} hidden elements cannot be split into {heads} heads; set head_dim")
+    return {
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": config.integer("intermediate_size"),
+        "heads": heads,
+        "kv_heads": config.integer("num_key_value_heads", kv_heads or heads),
+        "head_dim": config.integer("head_dim", head_dim or hidden // heads),
+        "max_position": config.integer("max_position_embeddings"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "activation": config.activation(),
+        "tied_head": config.flag("tie_word_embeddings", False),
+    }
+
+
+def make_layers(
+    config: ConfigReader,
+    *,
+    head_dim: int,
+    window: Callable[[int], int | None] = lambda _: None,
+    experts: Callable[[int], ExpertsSpec | None] = lambda _: None,
+    theta: float = 10_000.0,
+) -> tuple[LayerSpec, ...]:
+    """Every layer, from what the family says about each by number."""
+    layers = []
+    for number in range(config.integer("num_hidden_layers")):
+        reach = window(number)
+        kind = "full_attention" if reach is None else "sliding_attention"
+        rope = rope_of(config, layer_kind=kind, head_dim=head_dim, theta=theta)
+        layers.append(LayerSpec(window=reach, rope=rope, experts=experts(number)))
+    return tuple(layers)
+
+
+def windows_by_layer_type(
+    config: ConfigReader, window: int | None, default: Callable[[int], bool]
+) -> Callable[[int], int | None]:
+    """Windows as `layer_types` has them; where it is missing, `default` says which layers slide."""
+    types = config.text_list("layer_types")
+    count = config.integer("num_hidden_layers")
+    if types is None:
+        return lambda number: window if window is not None and default(number) else None
+    if len(types) != count:
+        raise ModelError(f"{config.source}: {len(types)} layer_types for {count} layers")
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ModelError(
+            f"{config.source}: layers of type {', '.join(unknown)} are not supported; "
+            "supported: full_attention, sliding_attention"
+        )
+    if "sliding_attention" in types and window is None:
+        raise ModelError(f"{config.source}: layer_types has sliding_attention, but no sliding_window is in use")
+    return lambda number: window if types[number] == "sliding_attention" else None
+
+
+def optional_window(config: ConfigReader) -> int | None:
+    """The window, were it in use. Here null means none, and a missing field what Hugging Face takes it for."""
+    if "sliding_window" in config.fields and not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", 4096)

@@ -1,0 +1,79 @@
+"""Reading a checkpoint's configuration: every field checked, every complaint naming the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ModelError
+from outrider.models.spec import Activation
+
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader:
+    """A Hugging Face configuration. null and a missing field mean the same."""
+
+    fields: Mapping[str, Any]
+    source: str
+    """The file it came from, for messages."""
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number; required where no default is given."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(name, "a whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def integer_list(self, name: str) -> list[int]:
+        value = self._value(name, [])
+        if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
+            raise self.wrong(name, "a list of whole numbers")
+        return value
+
+    def text_list(self, name: str) -> list[str] | None:
+        value = self.fields.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(not isinstance(x, str) for x in value):
+            raise self.wrong(name, "a list of strings")
+        return value
+
+    def has(self, name: str) -> bool:
+        return self.fields.get(name) is not None
+
+    def activation(self) -> Activation:
+        name = self.fields.get("hidden_act") or "silu"
+        if name not in ACTIVATIONS:
+            raise ModelError(
+                f"{self.source}: hidden_act {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}"
+            )
+        return ACTIVATIONS[name]
+
+    def inner(self, name: str, fields: Mapping[str, Any]) -> ConfigReader:
+        return ConfigReader(fields, f"{self.source}: {name}")
+
+    def wrong(self, name: str, wanted: str) -> ModelError:
+        return ModelError(f"{self.source}: {name} must be {wanted}, got {self.fields.get(name)!r}")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self.fields.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.source} has no {name!r}; is it the configuration of a complete decoder?")
+        return value

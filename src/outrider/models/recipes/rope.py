@@ -1,0 +1,98 @@
+"""Rotary positions, from either spelling of the configuration.
+
+Old: `rope_theta` and `rope_scaling` side by side, the kind under `type` or `rope_type`.
+New: everything in `rope_parameters`, possibly one dictionary per kind of layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import ModelError
+from outrider.models.recipes.config import ConfigReader
+from outrider.models.spec import RopeScaling, RopeSpec
+
+# "default" is Hugging Face's word for no scaling at all.
+KINDS = {
+    "default": RopeScaling.NONE,
+    "linear": RopeScaling.LINEAR,
+    "llama3": RopeScaling.LLAMA3,
+    "yarn": RopeScaling.YARN,
+}
+LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def rope_of(config: ConfigReader, *, layer_kind: str, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
+    """How layers of this kind rotate; `theta` is what the family means when the configuration is silent."""
+    fields = _fields(config, layer_kind)
+    # Values beside the dictionary are defaults for those inside it.
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if fields.get(name) is None and config.has(name):
+            fields[name] = config.fields[name]
+    reader = config.inner("rope parameters", fields)
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in KINDS:
+        raise ModelError(
+            f"{config.source}: rotary scaling {kind!r} is not supported; supported: {', '.join(sorted(KINDS))}"
+        )
+    rotary_dim = int(head_dim * reader.number("partial_rotary_factor", 1.0))
+    values: dict[str, Any] = {"theta": reader.number("rope_theta", theta), "rotary_dim": rotary_dim}
+    scaling = KINDS[kind]
+    if scaling is not RopeScaling.NONE:
+        values |= _scaled(scaling, reader, config)
+    return RopeSpec(**values)
+
+
+def _fields(config: ConfigReader, layer_kind: str) -> dict[str, Any]:
+    # Hugging Face lets the old spelling win where a file has both.
+    fields = config.fields.get("rope_scaling") or config.fields.get("rope_parameters") or {}
+    if isinstance(fields, Mapping) and any(kind in fields for kind in LAYER_KINDS):
+        fields = fields.get(layer_kind)
+        if fields is None:
+            raise ModelError(f"{config.source}: rope_parameters say nothing about {layer_kind} layers")
+    if not isinstance(fields, Mapping):
+        raise ModelError(f"{config.source}: rotary parameters must be a dictionary, got {fields!r}")
+    return dict(fields)
+
+
+def _scaled(scaling: RopeScaling, reader: ConfigReader, config: ConfigReader) -> dict[str, Any]:
+    values: dict[str, Any] = {"scaling": scaling}
+    if scaling is RopeScaling.LINEAR:
+        return values | {"factor": reader.number("factor")}
+    original = _original_max_position(reader, config)
+    values["original_max_position"] = original
+    if scaling is RopeScaling.LLAMA3:
+        low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
+        return values | {"factor": reader.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
+    factor = reader.number("factor", config.integer("max_position_embeddings") / original)
+    return values | {
+        "factor": factor,
+        # 0 means the usual value, as in Hugging Face's own reading.
+        "beta_fast": reader.number("beta_fast", 32.0) or 32.0,
+        "beta_slow": reader.number("beta_slow", 1.0) or 1.0,
+        "attention_factor": _attention_factor(reader, factor),
+        "truncate": reader.flag("truncate", True),
+    }
+
+
+def _original_max_position(reader: ConfigReader, config: ConfigReader) -> int:
+    name = "original_max_position_embeddings"
+    if config.has(name):
+        return config.integer(name)
+    # Without it the model was never stretched: its own limit is the original one.
+    return reader.integer(name, config.integer("max_position_embeddings"))
+
+
+def _attention_factor(reader: ConfigReader, factor: float) -> float:
+    if reader.has("attention_factor"):
+        return reader.number("attention_factor")
+
+    def recommended(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = reader.number("mscale", 0.0), reader.number("mscale_all_dim", 0.0)
+    if mscale and mscale_all_dim:
+        return recommended(mscale) / recommended(mscale_all_dim)
+    return recommended(1.0)

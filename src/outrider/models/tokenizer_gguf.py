@@ -1,0 +1,182 @@
+"""A tokenizer from the metadata of a GGUF file, which has vocabulary and merges but names the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from outrider.errors import ModelError
+from outrider.models.tokenizer import Tokenizer
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreTokenizer:
+    """What `tokenizer.ggml.pre` stands for: how text is cut into words before merging."""
+
+    words: str | None = None
+    """A pattern; None takes GPT-2's, which the library knows."""
+    single_digits: bool = False
+    compose: bool = False
+    """Unicode normalisation to NFC first."""
+    whole_words_first: bool = False
+    """A word that is a token is not merged from its bytes."""
+    adds_bos: bool = False
+    """Unless the file says otherwise."""
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if self.single_digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.words is not None:
+            steps.append(pre_tokenizers.Split(Regex(self.words), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.words is None))
+        return pre_tokenizers.Sequence(steps)
+
+
+GPT2 = PreTokenizer()
+LLAMA3 = PreTokenizer(words=LLAMA3_WORDS, whole_words_first=True, adds_bos=True)
+QWEN2 = PreTokenizer(words=QWEN2_WORDS, compose=True)
+PRE_TOKENIZERS = {
+    "default": GPT2,
+    "gpt-2": GPT2,
+    "smollm": PreTokenizer(single_digits=True),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "qwen2": QWEN2,
+}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """Raises ModelError where the metadata is incomplete or of a kind that is not supported."""
+    model = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level, "llama": _sentence_pieces}
+    if model not in builders:
+        raise ModelError(f"{source}: tokenizer {model!r} is not supported; supported: {', '.join(builders)}")
+    tokens = _tokens(metadata, source)
+    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelError(f"{source}: {len(tokens)} tokens, but {len(types)} token types")
+    backend, adds_bos = builders[model](metadata, tokens, types, source)
+    backend.add_special_tokens(_added(tokens, types, TokenType.CONTROL, special=True))
+    backend.add_tokens(_added(tokens, types, TokenType.USER_DEFINED, special=False))
+    bos_id = _special(metadata, tokens, "bos", source)
+    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and bos_id is not None:
+        bos = tokens[bos_id]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
+        )
+    ends = (_special(metadata, tokens, name, source) for name in ("eos", "eot", "eom"))
+    return Tokenizer(backend, source=source, bos_id=bos_id, eos_ids=[end for end in ends if end is not None])
+
+
+def _tokens(metadata: Mapping[str, Any], source: str) -> list[str]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError(f"{source} has no tokenizer.ggml.tokens, so it cannot read text")
+    return tokens
+
+
+def _special(metadata: Mapping[str, Any], tokens: list[str], name: str, source: str) -> int | None:
+    number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise ModelError(f"{source}: tokenizer.ggml.{name}_token_id {number!r} is outside the vocabulary")
+    return number
+
+
+def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
+    # Unused entries only pad the embedding to a round size: they stand for nothing.
+    return {token: number for number, token in enumerate(tokens) if types[number] != TokenType.UNUSED}
+
+
+def _added(tokens: list[str], types: list[int], wanted: TokenType, *, special: bool) -> list[AddedToken]:
+    return [
+        AddedToken(token, special=special, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind == wanted
+    ]
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> tuple[tokenizers.Tokenizer, bool]:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise ModelError(
+            f"{source}: pre-tokenizer {name!r} is not supported, and another one would cut words differently; "
+            f"supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    pre = PRE_TOKENIZERS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    vocabulary = _vocabulary(tokens, types)
+    backend = _with_model(vocabulary, merges, source, ignore_merges=pre.whole_words_first)
+    backend.pre_tokenizer = pre.build()
+    backend.decoder = decoders.ByteLevel()
+    if pre.compose:
+        backend.normalizer = normalizers.NFC()
+    return backend, pre.adds_bos
+
+
+def _sentence_pieces(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> tuple[tokenizers.Tokenizer, bool]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise ModelError(f"{source} has no tokenizer.ggml.scores for each token, which this kind of tokenizer needs")
+    vocabulary = _vocabulary(tokens, types)
+    plain = {token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL}
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.UNKNOWN), None)
+    merges = _merges_by_score(tokens, scores, vocabulary, plain)
+    backend = _with_model(vocabulary, merges, source, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    replace: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    decode: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        replace.insert(0, normalizers.Prepend("▁"))
+        decode.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(replace)
+    backend.decoder = decoders.Sequence(decode)
+    return backend, True
+
+
+def _merges_by_score(
+    tokens: list[str], scores: list[float], vocabulary: dict[str, int], plain: set[str]
+) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair that gives the best-scored piece: as a list of merges, best first."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        if token not in plain:
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        usable = [(left, right) for left, right in pairs if left in plain and right in plain]
+        usable.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(score, len(left), len(right), left, right) for left, right in usable]
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]
+
+
+def _with_model(vocabulary: dict[str, int], merges: Any, source: str, **options: Any) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as problem:  # the library raises plain Exception
+        raise ModelError(f"{source}: its vocabulary and merges do not fit together: {problem}") from None

@@ -1,0 +1,105 @@
+"""Hugging Face directories: config.json, and model.safetensors whole or in shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.errors import ModelError
+from outrider.models.recipes import recipe_for
+from outrider.models.weights.base import Checkpoint, StoredTensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"{path} cannot be read: {problem}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self.config_source = str(directory / "config.json")
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{self.config_source} is missing; a model directory needs it beside its weights")
+        self.config = read_json(directory / "config.json")
+        _refuse_quantised(self.config, self.config_source)
+        self.recipe = recipe_for(self.config, self.config_source)
+        self._files = {name: _open(directory / name) for name in _shards(directory)}
+        self._file_of: dict[str, str] = {}
+        tensors: dict[str, StoredTensor] = {}
+        for file_name, file in self._files.items():
+            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                if name in tensors:
+                    raise ModelError(f"{directory}: tensor {name} is in both {self._file_of[name]} and {file_name}")
+                self._file_of[name] = file_name
+                tensors[name] = _stored(name, file.get_slice(name), directory / file_name)
+        self.tensors: Mapping[str, StoredTensor] = tensors
+
+    def copy_into(self, name: str, destination: Tensor) -> None:
+        # A view of the mapped file: its pages are read by the copy itself.
+        destination.copy_(self._files[self._file_of[name]].get_tensor(name))
+
+
+def _shards(directory: Path) -> list[str]:
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{directory / INDEX} has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        # The index comes from outside: it may name files of this directory only.
+        if any(Path(name).name != name for name in names):
+            raise ModelError(f"{directory / INDEX} names files outside its own directory")
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(f"{directory}: the index names shards that are missing: {', '.join(missing)}")
+        return names
+    if (directory / SINGLE).is_file():
+        return [SINGLE]
+    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    hint = f"; {other[0]} is not read, since such files can run code: convert it to safetensors" if other else ""
+    raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as problem:
+        raise ModelError(f"{path} is no complete safetensors file: {problem}; fetch it again") from None
+
+
+def _stored(name: str, piece: Any, path: Path) -> StoredTensor:
+    shape, kind = tuple(piece.get_shape()), piece.get_dtype()
+    if kind not in ELEMENT_BYTES:
+        supported = ", ".join(sorted(ELEMENT_BYTES))
+        raise ModelError(f"{path}: tensor {name} is stored as {kind}, which is not supported; supported: {supported}")
+    elements = 1
+    for size in shape:
+        elements *= size
+    return StoredTensor(shape, elements * ELEMENT_BYTES[kind])
+
+
+def _refuse_quantised(config: Mapping[str, Any], source: str) -> None:
+    settings = config.get("quantization_config")
+    if not settings:
+        return
+    method = settings.get("quant_method", "unnamed") if isinstance(settings, Mapping) else "unnamed"
+    raise ModelError(
+        f"{source}: weights quantised with {method!r} are not supported in safetensors; "
+        "use the unquantised model, or a GGUF file of it"
+    )
