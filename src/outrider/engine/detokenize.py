@@ -7,7 +7,6 @@ character whose last ones are still to come) is held back until it can, or until
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
 from typing import Protocol
 
 from outrider.models.tokenizer import Decoding, Tokenizer
@@ -16,7 +15,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """One text. Append tokens, take what has become text; `finish` gives what was held back."""
+    """One text. Push tokens, take what has become text; `finish` gives what was held back."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -27,14 +26,10 @@ class Detokenizer:
         else:
             self._text = _PieceText(strips_first_space=tokenizer.decoding is Decoding.PIECES_STRIPPED)
 
-    def append(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
-        parts = []
-        for token_id in token_ids:
-            token = None if token_id in self._skipped else self._tokenizer.token(token_id)
-            if token is not None:
-                parts.append(self._text.append(token))
-        return "".join(parts)
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        token = None if token_id in self._skipped else self._tokenizer.token(token_id)
+        return "" if token is None else self._text.append(token)
 
     def finish(self) -> str:
         """The rest. Bytes that never became a character come out as replacement characters."""
