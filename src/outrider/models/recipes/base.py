@@ -12,6 +12,10 @@ from outrider.models.recipes.layout import Layout, decoder_layout
 from outrider.models.recipes.rope import rope_of
 from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
 
+# Far above any real model: a damaged file must not keep the loader busy.
+LAYERS_MAX = 10_000
+EXPERTS_MAX = 10_000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -65,8 +69,11 @@ def make_layers(
     theta: float = 10_000.0,
 ) -> tuple[LayerSpec, ...]:
     """Every layer, from what the family says about each by number."""
+    count = config.integer("num_hidden_layers")
+    if not 1 <= count <= LAYERS_MAX:
+        raise config.wrong("num_hidden_layers", f"between 1 and {LAYERS_MAX}")
     layers = []
-    for number in range(config.integer("num_hidden_layers")):
+    for number in range(count):
         reach = window(number)
         kind = "full_attention" if reach is None else "sliding_attention"
         rope = rope_of(config, layer_kind=kind, head_dim=head_dim, theta=theta)

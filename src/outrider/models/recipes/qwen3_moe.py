@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.models.recipes.base import Recipe, common_fields, make_layers, optional_window, windows_by_layer_type
+from outrider.models.recipes.base import (
+    EXPERTS_MAX,
+    Recipe,
+    common_fields,
+    make_layers,
+    optional_window,
+    windows_by_layer_type,
+)
 from outrider.models.recipes.config import ConfigReader
 from outrider.models.spec import DecoderSpec, ExpertsSpec
 
@@ -13,6 +20,8 @@ def _experts(config: ConfigReader) -> Callable[[int], ExpertsSpec | None]:
     # Newer configurations call the count num_local_experts.
     name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
     count, step = config.integer(name), config.integer("decoder_sparse_step", 1)
+    if not 0 <= count <= EXPERTS_MAX:
+        raise config.wrong(name, f"between 0 and {EXPERTS_MAX}")
     if step < 1:
         raise config.wrong("decoder_sparse_step", "at least 1")
     dense = set(config.integer_list("mlp_only_layers"))
