@@ -20,10 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.runner.noise import exp_fixed, gumbel
-
-WEIGHT_BITS = 43
-"""2**19 tokens of weight 2**43 still add up inside an int64."""
+from outrider.runner.noise import gumbel, weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +57,7 @@ def _kept(logits: Tensor, y: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[-1], device=logits.device)
     in_top_k = (rank < top_k) | (top_k == 0)
-    weights = exp_fixed(y.gather(-1, order), WEIGHT_BITS) * in_top_k
+    weights = weight(y.gather(-1, order)) * in_top_k
     running = weights.cumsum(dim=-1)
     limit = torch.ceil(running[:, -1:].to(torch.float64) * top_p).to(torch.int64)
     kept = in_top_k & ((running - weights < limit) | (top_p == 1.0))

@@ -12,19 +12,21 @@ defines to the last bit; those of libraries differ between devices, and between 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from outrider.kernels.splitmix import FIRST, GAMMA, SECOND, signed
-
-LN2 = math.log(2.0)
-SQRT_HALF = math.sqrt(0.5)
-# log((1 + s) / (1 - s)) in odd powers of s; with |s| < 0.172 the rest is below 1e-11 of the result.
-LOG_SERIES = tuple(2.0 / odd for odd in (1, 3, 5, 7, 9, 11, 13))
-# exp(r) in powers of r; with |r| < 0.35 the rest is below 1e-12.
-EXP_SERIES = tuple(1.0 / math.factorial(power) for power in range(11))
+from outrider.kernels.portable import (
+    EXP_SERIES,
+    FIRST,
+    GAMMA,
+    LN2,
+    LOG_SERIES,
+    SECOND,
+    SQRT_HALF,
+    WEIGHT_BITS,
+    WEIGHT_HALVINGS,
+    signed,
+)
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -55,13 +57,14 @@ def log(x: Tensor) -> Tensor:
     return scale * LN2 + s * _series(s * s, LOG_SERIES)
 
 
-def exp_fixed(x: Tensor, bits: int) -> Tensor:
-    """exp(x) for x <= 0 as int64 with `bits` binary places: such numbers add up to the same in any order."""
-    lowest = -bits - 2
-    halvings = torch.floor(x.clamp(min=lowest * LN2) * (1.0 / LN2) + 0.5)
-    power = _series(x.clamp(min=lowest * LN2) - halvings * LN2, EXP_SERIES)
-    scales = torch.tensor([2.0 ** (bits - n) for n in range(-lowest + 1)], dtype=torch.float64, device=x.device)
-    return torch.floor(power * scales[(-halvings).to(torch.int64)]).to(torch.int64)
+def weight(y: Tensor) -> Tensor:
+    """exp(y) for y <= 0 (float64), as int64 with WEIGHT_BITS binary places."""
+    y = y.clamp(min=-WEIGHT_HALVINGS * LN2)
+    halvings = torch.floor(y * (1.0 / LN2) + 0.5)
+    power = _series(y - halvings * LN2, EXP_SERIES)
+    scales = [2.0 ** (WEIGHT_BITS - n) for n in range(WEIGHT_HALVINGS + 1)]
+    scale = torch.tensor(scales, dtype=torch.float64, device=y.device)[(-halvings).to(torch.int64)]
+    return torch.floor(power * scale).to(torch.int64)
 
 
 def _series(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:

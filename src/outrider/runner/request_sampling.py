@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import RequestError
-from outrider.kernels.splitmix import fork_seed
+from outrider.kernels.portable import fork_seed
 from outrider.sampling import SamplingParams
 
 

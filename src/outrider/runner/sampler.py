@@ -18,14 +18,14 @@ would see if that draft had been committed. The noise is keyed by (seed, positio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from outrider.errors import RequestError
-from outrider.kernels.splitmix import row_key
+from outrider.kernels.portable import row_key
 from outrider.runner.draw import DrawSettings, draw
 from outrider.runner.edits import edit
 from outrider.runner.logprobs import TokenLogprobs, token_logprobs
@@ -52,6 +52,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._draw = _draw_compiled() if self.device.type == "cpu" else draw
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """`logits` is float32 [rows, vocab] and is left as it is."""
@@ -95,7 +96,7 @@ class Sampler:
                     )
         drawn = [i for i in where if not rows[i].state.greedy and i not in failed]
         if drawn:
-            found = draw(_take(work, [at[i] for i in drawn]), self._settings([rows[i] for i in drawn]))
+            found = self._draw(_take(work, [at[i] for i in drawn]), self._settings([rows[i] for i in drawn]))
             for i, token in zip(drawn, found.tolist(), strict=True):
                 tokens[i] = token
 
@@ -112,6 +113,18 @@ class Sampler:
             key=column([row_key(row.state.seed, row.position) for row in rows], torch.int64),
             filters=any(p.top_k or p.top_p < 1.0 for p in params),
         )
+
+
+def _draw_compiled() -> Callable[[Tensor, DrawSettings], Tensor]:
+    # Imported where it is used, because it compiles on the first import.
+    from outrider.kernels.draw_cpu import draw_cpu
+
+    def draw_on_cpu(logits: Tensor, settings: DrawSettings) -> Tensor:
+        names = ("temperature", "log_min_p", "top_k", "top_p", "key")
+        arrays = {name: getattr(settings, name).numpy() for name in names}
+        return torch.from_numpy(draw_cpu(logits.numpy(), **arrays))
+
+    return draw_on_cpu
 
 
 def _take(logits: Tensor, where: list[int]) -> Tensor:

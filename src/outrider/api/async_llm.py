@@ -1,0 +1,156 @@
+"""`AsyncLLM`: the same engine for many callers at once, stepping in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+from outrider.api.llm import LLM, Message, Prompt
+from outrider.config import DEFAULT_MODEL
+from outrider.engine.outputs import RequestOutput
+from outrider.errors import OutriderError, RequestError
+from outrider.sampling import SamplingParams
+
+Delivery = Callable[[RequestOutput | Exception], None]
+
+
+class AsyncLLM:
+    """Use as `async with AsyncLLM(...) as llm: async for output in llm.generate(prompt, params): ...`."""
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, llm: LLM | None = None, **settings: Any) -> None:
+        """`settings`: as for `LLM`; or an `llm` that is loaded already and that nobody else uses meanwhile."""
+        self._llm = llm if llm is not None else LLM(model, **settings)
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._deliveries: dict[str, Delivery] = {}
+        self._numbers = 0
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="outrider-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End every request and stop the thread."""
+        if self._thread.is_alive():
+            self._orders.put(None)
+            self._thread.join()
+
+    # ---- callers -----------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt; yields the result so far after each step that adds to it. Leaving early ends it."""
+        if request_id is None:
+            self._numbers += 1
+            request_id = f"async-{self._numbers}"
+        loop = asyncio.get_running_loop()
+        arrivals: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        params = sampling_params or SamplingParams()
+        name = request_id
+        if not self._thread.is_alive():
+            raise self._failure or RequestError("the engine is closed; make a new AsyncLLM")
+        self._orders.put(
+            lambda: self._start(name, prompt, params, lambda item: _unless_closed(loop, arrivals.put_nowait, item))
+        )
+        finished = False
+        try:
+            while not finished:
+                item = await arrivals.get()
+                if isinstance(item, Exception):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._orders.put(lambda: self._abort(name))
+
+    def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation."""
+        prompt: Mapping[str, Any] = {"prompt_token_ids": self._llm.chat_prompt(messages)}
+        return self.generate(prompt, sampling_params, **options)
+
+    # ---- the engine's thread -----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        engine = self._llm.engine
+        try:
+            while True:
+                while not engine.has_work or not self._orders.empty():
+                    order = self._orders.get()
+                    if order is None:
+                        self._fail_all(RequestError("the engine was closed before the request ended"))
+                        return
+                    order()
+                for output in engine.step():
+                    self._deliver(output)
+        except Exception as error:
+            # Every caller learns of it; nobody waits for ever.
+            self._failure = error
+            self._fail_all(error)
+            if not isinstance(error, OutriderError):
+                raise
+
+    def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery) -> None:
+        if name in self._deliveries:
+            deliver(RequestError(f"request id {name!r} is in use; choose another"))
+            return
+        try:
+            text, ids = self._llm.encode(prompt)
+            self._llm.engine.add_request(name, ids, params, prompt=text)
+        except RequestError as error:
+            deliver(error)
+            return
+        self._deliveries[name] = deliver
+
+    def _abort(self, name: str) -> None:
+        self._llm.engine.abort(name)
+        self._deliveries.pop(name, None)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        deliver = self._deliveries.get(output.request_id)
+        if deliver is None:
+            return
+        if output.finished:
+            del self._deliveries[output.request_id]
+        deliver(_snapshot(output))
+
+    def _fail_all(self, error: Exception) -> None:
+        for name, deliver in list(self._deliveries.items()):
+            deliver(error)
+            self._llm.engine.abort(name)
+        self._deliveries.clear()
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """The engine goes on writing to its own object; a caller gets one that stays as it is."""
+    result = copy(output)
+    result.metrics = copy(output.metrics)
+    result.metrics.speculation = copy(output.metrics.speculation)
+    result.outputs = []
+    for continuation in output.outputs:
+        fixed = copy(continuation)
+        fixed.token_ids, fixed.origins = list(continuation.token_ids), list(continuation.origins)
+        fixed.pieces = list(continuation.pieces)
+        fixed.logprobs = None if continuation.logprobs is None else list(continuation.logprobs)
+        result.outputs.append(fixed)
+    return result
+
+
+def _unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], item: object) -> None:
+    """A caller whose event loop is gone no longer listens."""
+    try:
+        loop.call_soon_threadsafe(call, item)
+    except RuntimeError:
+        return

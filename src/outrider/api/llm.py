@@ -1,0 +1,167 @@
+"""`LLM`: the engine for use from Python, one call at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
+from outrider.engine.build import build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from outrider.errors import RequestError
+from outrider.sampling import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    >>> llm = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 5})
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings`: fields of EngineConfig. `progress` is called with (what, done, total) while loading."""
+        config = EngineConfig(model=model, speculative_config=SpeculativeConfig.of(speculative_config), **settings)
+        self.engine = build_engine(config, progress=progress)
+        self._requests = 0
+
+    @classmethod
+    def over(cls, engine: Engine) -> LLM:
+        """Use an engine that is built already."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        llm._requests = 0
+        return llm
+
+    # ---- whole answers -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: Callable[[Sequence[RequestOutput]], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results come in the order of the prompts.
+
+        A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and
+        all others are served.
+        """
+        alone = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item, arg-type]
+        params = self._params_for(sampling_params, len(given))
+        results: dict[str, RequestOutput] = {}
+        try:
+            for prompt, wanted in zip(given, params, strict=True):
+                name = self._next_name()
+                try:
+                    self._add(name, prompt, wanted)
+                    results[name] = self.engine.output(name)
+                except RequestError as error:
+                    if alone:
+                        raise
+                    results[name] = refused(name, str(error))
+            while not all(output.finished for output in results.values()):
+                changed = self.engine.step()
+                if on_step is not None:
+                    on_step(changed)
+        finally:
+            # An interrupted call leaves nothing running.
+            for name, output in results.items():
+                if not output.finished:
+                    self.engine.abort(name)
+        return list(results.values())
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        alone = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = [messages] if alone else list(messages)
+        prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts[0] if alone else prompts, sampling_params, **options)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks next."""
+        template = self.engine.model.chat_template
+        if template is None:
+            raise RequestError(
+                f"{self.engine.model.name} has no chat template, so it is not made for conversations; use generate"
+            )
+        text = template.render(messages, add_generation_prompt=True)
+        return self.engine.model.tokenizer.encode(text, add_special_tokens=False)
+
+    # ---- as it comes -------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Continue one prompt; yields the growing result after every step that adds to it."""
+        name = self._next_name()
+        self._add(name, prompt, sampling_params or SamplingParams())
+        output = self.engine.output(name)
+        try:
+            while not output.finished:
+                if output in self.engine.step():
+                    yield output
+        finally:
+            if not output.finished:
+                self.engine.abort(name)
+
+    # ---- helpers -----------------------------------------------------------------------------------
+
+    def _next_name(self) -> str:
+        self._requests += 1
+        return str(self._requests)
+
+    def _add(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
+        text, ids = self.encode(prompt)
+        self.engine.add_request(name, ids, params, prompt=text)
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """A prompt's text, where it has one, and its token ids."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
+            if "prompt" not in prompt:
+                raise RequestError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.engine.model.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            return None, [*prompt]
+        raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+
+    @staticmethod
+    def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise RequestError(f"{count} prompts but {len(given)} sampling_params; send one for all or one for each")
+        return list(given)
+
+
+def refused(request_id: str, error: str) -> RequestOutput:
+    """The result of a request that was never run."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, finish_reason="error")],
+        metrics=RequestMetrics(arrival_s=0.0),
+        finished=True,
+        error=error,
+    )

@@ -1,0 +1,107 @@
+"""Settings of an engine, frozen and keyword-only. Names as users of vLLM know them where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.kv.checked import checked_fields, whole_number
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SANITIZER_MODES = ("off", "log", "raise")
+SANITIZER_LEVELS = ("plan", "bytes")
+OPS = ("auto", "numba", "torch")
+
+
+def one_of(value: object, name: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+@checked_fields()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """How to draft."""
+
+    method: str
+    num_speculative_tokens: int = 4
+    """Most drafts per step and request; fewer are proposed near limits and under load."""
+    model: str | None = None
+    """The drafter's checkpoint, for methods that have one."""
+    num_hidden_layers: int | None = None
+    """Use only so many layers of the draft model's checkpoint."""
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str):
+            raise ConfigError(f"speculative_config: method must be a name, got {self.method!r}")
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            whole_number(getattr(self, name), f"speculative_config: {name}", at_least=1)
+        if self.num_hidden_layers is not None:
+            whole_number(self.num_hidden_layers, "speculative_config: num_hidden_layers", at_least=1)
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(f"speculative_config: model must be a name or a path, got {self.model!r}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) must not exceed "
+                f"prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+
+    @classmethod
+    def of(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+        """From what a user passes: None, a mapping with vLLM's field names, or the real thing."""
+        if given is None or isinstance(given, SpeculativeConfig):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"speculative_config must be a mapping such as {{'method': 'ngram'}}, got {given!r}")
+        return cls(**{str(name): value for name, value in given.items()})
+
+
+@checked_fields()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    """auto: float32 on a CPU, the checkpoint's own (else bfloat16) on a GPU."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    max_model_len: int | None = None
+    """Longest prompt and output together; None: the model's own limit, or what the memory for KV allows."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    """Rows of one step. More is faster on long prompts and slower for everybody who decodes beside them."""
+    block_size: int = 16
+    """Tokens in a page of the KV cache."""
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
+    """Memory for KV; None: 2 GiB, or less where the machine has less, on a CPU; by gpu_memory_utilization on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    speculative_config: SpeculativeConfig | None = None
+    sanitizer: str = "off"
+    sanitizer_level: str = "plan"
+    """plan checks tables and intervals; bytes also checksums published pages and verifies them when they are hit."""
+    num_threads: int | None = None
+    """Threads of CPU kernels; None: one for each core this process may use."""
+    ops: str = "auto"
+    """Which version of the layers' arithmetic runs: numba (CPU), torch (anywhere)."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            whole_number(getattr(self, name), name, at_least=1)
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_threads"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name, at_least=1)
+        one_of(self.dtype, "dtype", DTYPES)
+        one_of(self.sanitizer, "sanitizer", SANITIZER_MODES)
+        one_of(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
+        one_of(self.ops, "ops", OPS)
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a name or a path, got {self.model!r}")
+        if not isinstance(self.gpu_memory_utilization, float) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}")
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            raise ConfigError("speculative_config must be a SpeculativeConfig; use SpeculativeConfig.of for a mapping")

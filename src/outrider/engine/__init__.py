@@ -1,0 +1,1 @@
+"""The engine: requests in, text out, one step at a time."""

@@ -1,0 +1,139 @@
+"""Puts an engine together from its settings: model, drafter, memory, scheduler, runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.memory import arena_pages, kv_budget_bytes, tokens_that_fit
+from outrider.errors import ConfigError
+from outrider.kv.footprint import NO_DRAFTER
+from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.manager import KVManager
+from outrider.kv.prefix import CacheIdentity
+from outrider.layers.select import select_ops
+from outrider.models.decoder import Decoder
+from outrider.models.kv_groups import layer_groups
+from outrider.models.load import LoadedModel, load_model
+from outrider.runner.runner import Runner
+from outrider.sanitizer import Mode, Sanitizer
+from outrider.scheduler import Scheduler, SchedulerConfig
+from outrider.speculative.drafter import Drafter
+from outrider.speculative.registry import DrafterSettings, load_drafter
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, done, total)"""
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees no CUDA device; use cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    model: LoadedModel | None = None,
+    drafter: Drafter | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Load what `config` names. A model or a drafter that is loaded already may be passed instead."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    ops = select_ops(config.ops, device=device, threads=config.num_threads, progress=progress)
+    if model is None:
+        report = None if progress is None else lambda done, total: progress("loading weights", done, total)
+        model = load_model(config.model, dtype=dtype, device=device, progress=report)
+    limit = min(config.max_model_len or model.spec.max_position, model.spec.max_position)
+    if config.max_model_len is not None and config.max_model_len > model.spec.max_position:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds what the model was trained for ({model.spec.max_position})"
+        )
+    kv_dtype = dtype
+    groups = layer_groups(model.spec, owner="target", page_tokens=config.block_size, item_bytes=kv_dtype.itemsize)
+    decoder = Decoder(model.spec, model.parameters, ops, max_position=limit)
+    k = 0
+    if config.speculative_config is not None:
+        k = config.speculative_config.num_speculative_tokens
+        if k >= limit:
+            raise ConfigError(f"num_speculative_tokens ({k}) must be smaller than the context of {limit} tokens")
+        if drafter is None:
+            drafter = load_drafter(
+                config.speculative_config,
+                DrafterSettings(
+                    target=model,
+                    target_decoder=decoder,
+                    ops=ops,
+                    page_tokens=config.block_size,
+                    dtype=dtype,
+                    device=device,
+                    max_model_len=limit,
+                    progress=progress,
+                ),
+            )
+    layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)
+    kv_config = _kv_config(config, model, layout, limit, device, dtype)
+    sanitizer = None
+    if config.sanitizer != "off":
+        sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
+    manager = KVManager(layout, kv_config, observer=sanitizer)
+    if sanitizer is not None:
+        sanitizer.bind(manager)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_chunk_tokens=config.max_num_batched_tokens,
+        ),
+        manager,
+    )
+    runner = Runner(decoder, groups, drafter, layout, kv_config, kv_dtype=kv_dtype, device=device, sanitizer=sanitizer)
+    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k)
+
+
+def _kv_config(
+    config: EngineConfig,
+    model: LoadedModel,
+    layout: KVLayout,
+    limit: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KVConfig:
+    budget = kv_budget_bytes(config, device)
+    # Each request may hold a partly used page and copies at its ends.
+    slack = 4 * config.block_size
+    tokens = tokens_that_fit(layout, budget, config.max_num_seqs * (limit + slack))
+    if tokens < limit + slack:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"the memory for KV ({budget:,} bytes) holds {tokens} tokens, fewer than max_model_len "
+                f"({config.max_model_len}); raise kv_cache_memory_bytes or lower max_model_len"
+            )
+        limit = max(1, tokens - slack)
+    return KVConfig(
+        arena_pages=arena_pages(layout, tokens),
+        identity=CacheIdentity(weights=model.fingerprint, dtype=str(dtype), layout=f"page{config.block_size}"),
+        prefix_caching=config.enable_prefix_caching,
+        max_model_len=limit,
+        step_tokens=config.max_num_batched_tokens,
+    )

@@ -1,0 +1,289 @@
+"""The engine: schedule, run, commit, hand out.
+
+api ──▶ add_request ──▶ scheduler ──StepPlan──▶ runner ──Verdict──▶ scheduler.commit ──Updates──▶ outputs
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.config import EngineConfig
+from outrider.engine.continuation import Continuation
+from outrider.engine.outputs import Origin, RequestMetrics, RequestOutput, SpeculationCounts
+from outrider.errors import RequestError
+from outrider.models.load import LoadedModel
+from outrider.runner.request import RunningRequest
+from outrider.runner.runner import Runner, StepResult
+from outrider.runner.sampler import RequestSampling, TokenLogprobs
+from outrider.sampling import SamplingParams
+from outrider.sanitizer import Sanitizer
+from outrider.scheduler import RequestSpec, Scheduler
+from outrider.scheduler.plan import StepPlan, StepRow, Update
+from outrider.scheduler.scheduler import fork_name
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request that has not ended: its continuations, the first of which has its own id."""
+
+    output: RequestOutput
+    params: SamplingParams
+    continuations: list[Continuation]
+    samplings: tuple[RequestSampling, ...]
+    stop_tokens: frozenset[int]
+    salt: str
+
+    @property
+    def finished(self) -> bool:
+        return all(continuation.finished for continuation in self.continuations)
+
+
+class Engine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        sanitizer: Sanitizer | None = None,
+        k: int = 0,
+    ) -> None:
+        """Put together by `engine.build.build_engine`."""
+        self.config = config
+        self.model = model
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sanitizer = sanitizer
+        self.k = k
+        self.speculation = SpeculationCounts()
+        self._live: dict[str, LiveRequest] = {}
+        self._owner: dict[str, tuple[str, int]] = {}
+        """Scheduler's id of a continuation -> (request, which continuation)."""
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler.kv.config.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def output(self, request_id: str) -> RequestOutput:
+        """The result of a request that has not ended, as it grows."""
+        return self._live[request_id].output
+
+    # ---- requests come and go ----------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        """Queue a request, or refuse it with the reason. Nobody else's request is touched."""
+        self._check_tokens(request_id, prompt_token_ids, params)
+        room = self.max_model_len - len(prompt_token_ids)
+        stop = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop |= frozenset(self.model.eos_ids)
+        spec = RequestSpec(
+            id=request_id,
+            prompt=prompt_token_ids,
+            max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
+            k=self.k,
+            priority=priority,
+            stop_tokens=stop,
+            n=params.n,
+            salt=salt,
+            use_cache=params.prompt_logprobs is None,
+        )
+        self.scheduler.add(spec)
+        sampling = RequestSampling(
+            params,
+            vocab_size=self.model.spec.vocab_size,
+            device=self.runner.device,
+            prompt=prompt_token_ids,
+            eos_token_ids=self.model.eos_ids,
+        )
+        samplings = (sampling, *(sampling.fork(number) for number in range(1, params.n)))
+        self._live[request_id] = LiveRequest(
+            output=RequestOutput(
+                request_id=request_id,
+                prompt=prompt,
+                prompt_token_ids=list(prompt_token_ids),
+                outputs=[],
+                metrics=RequestMetrics(arrival_s=time.monotonic()),
+                prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(prompt_token_ids),
+            ),
+            params=params,
+            continuations=[Continuation(i, params, self.model.tokenizer, stop) for i in range(params.n)],
+            samplings=samplings,
+            stop_tokens=stop,
+            salt=salt,
+        )
+        live = self._live[request_id]
+        live.output.outputs = [continuation.output for continuation in live.continuations]
+        self._owner[request_id] = (request_id, 0)
+        self._run_here(
+            RunningRequest(
+                request_id,
+                prompt_token_ids,
+                samplings[0],
+                prompt_len=len(prompt_token_ids),
+                stop_tokens=stop,
+                forks=samplings[1:],
+                prompt_logprobs=params.prompt_logprobs,
+            ),
+            salt,
+        )
+
+    def _check_tokens(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+        if not len(tokens):
+            raise RequestError(f"request {request_id!r}: the prompt is empty; send at least one token")
+        vocabulary = self.model.spec.vocab_size
+        bad = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if bad is not None:
+            raise RequestError(
+                f"request {request_id!r}: token id {bad} is not in the vocabulary of {vocabulary} tokens; "
+                "use this model's tokenizer"
+            )
+        named = [*(params.logit_bias or ()), *(params.allowed_token_ids or ()), *(params.stop_token_ids or ())]
+        bad = next((token for token in named if not 0 <= token < vocabulary), None)
+        if bad is not None:
+            raise RequestError(
+                f"request {request_id!r}: logit_bias, allowed_token_ids or stop_token_ids names token {bad}, which is "
+                f"not in the vocabulary of {vocabulary} tokens"
+            )
+
+    def _run_here(self, request: RunningRequest, salt: str) -> None:
+        self.runner.add(request)
+        if self.sanitizer is not None:
+            self.sanitizer.track(request.id, request.tokens, ("", salt))
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and all its continuations; None if there is none of that name."""
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        self._end_all(live, "abort")
+        return self._close(live)
+
+    def _end_all(self, live: LiveRequest, reason: str) -> None:
+        for number, continuation in enumerate(live.continuations):
+            self._drop(self._name(live, number))
+            continuation.end(reason)
+
+    def _name(self, live: LiveRequest, number: int) -> str:
+        name = live.output.request_id
+        return fork_name(name, number) if number else name
+
+    def _drop(self, sequence: str) -> None:
+        """The scheduler and the runner forget a continuation."""
+        self.scheduler.abort(sequence)
+        self.runner.forget(sequence)
+        self._owner.pop(sequence, None)
+        if self.sanitizer is not None:
+            self.sanitizer.forget(sequence)
+
+    def _close(self, live: LiveRequest) -> RequestOutput:
+        live.output.finished = True
+        live.output.metrics.finished_s = time.monotonic()
+        del self._live[live.output.request_id]
+        return live.output
+
+    # ---- one step ----------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that changed. Their outputs are live objects, not copies."""
+        plan = self.scheduler.schedule()
+        result = self.runner.run(plan)
+        updates = self.scheduler.commit(plan, result.verdict)
+        return self._hand_out(plan, result, updates)
+
+    def _hand_out(self, plan: StepPlan, result: StepResult, updates: Sequence[Update]) -> list[RequestOutput]:
+        ran = {
+            row.request: (row.drafts, len(tokens)) for row, tokens in zip(plan.rows, result.verdict.tokens, strict=True)
+        }
+        changed: dict[str, LiveRequest] = {}
+        for row in plan.rows:
+            self._note_row(row, result)
+        for update in updates:
+            place = self._owner.get(update.request) or self._new_fork(update)
+            if place is None:
+                continue
+            owner, number = place
+            live = changed[owner] = self._live[owner]
+            if owner in result.failed or update.finish == "failed":
+                live.output.error = result.failed.get(owner, "its KV could not be loaded")
+                self._end_all(live, "error")
+            else:
+                self._take(live, number, update, ran.get(update.request, (0, 0)), result)
+        for live in changed.values():
+            if live.finished:
+                self._close(live)
+        return [live.output for live in changed.values()]
+
+    def _note_row(self, row: StepRow, result: StepResult) -> None:
+        owner, number = self._owner[row.request]
+        live = self._live[owner]
+        if number == 0 and not live.output.metrics.steps:
+            # What the prefix cache gave, as known when its first rows were planned.
+            request = self.scheduler.requests.get(row.request)
+            if request is not None and request.epoch == 0:
+                live.output.metrics.cached_tokens = request.kv.hit
+        for position, score in result.prompt_logprobs.get(row.request, ()):
+            assert live.output.prompt_logprobs is not None
+            live.output.prompt_logprobs[position] = score
+
+    def _new_fork(self, update: Update) -> tuple[str, int] | None:
+        """The first token of a further continuation: from now on it runs on its own. None if its request has failed."""
+        name, _, digits = update.request.rpartition("#")
+        live, number = self._live[name], int(digits)
+        if live.output.error is not None:
+            return None
+        prompt = live.output.prompt_token_ids
+        self._owner[update.request] = (name, number)
+        sampling = live.samplings[number]
+        running = RunningRequest(update.request, prompt, sampling, prompt_len=len(prompt), stop_tokens=live.stop_tokens)
+        running.take(update.tokens)
+        self._run_here(running, live.salt)
+        return name, number
+
+    def _take(self, live: LiveRequest, number: int, update: Update, ran: tuple[int, int], result: StepResult) -> None:
+        """One continuation goes on. `ran`: drafts that were verified, tokens that this gave before any cut."""
+        metrics, tokens, (drafts, given) = live.output.metrics, update.tokens, ran
+        if tokens and metrics.first_token_s is None:
+            metrics.first_token_s = time.monotonic()
+        metrics.steps += 1
+        origins = [Origin.PLAIN] * len(tokens)
+        if drafts:
+            origins = token_origins(given, drafts)
+            metrics.speculation.count(drafts, given - 1)
+            self.speculation.count(drafts, given - 1)
+        logprobs = self._logprobs(update, number, result)
+        stopped = live.continuations[number].take(tokens, origins, logprobs, update.finish)
+        if stopped or update.finish is not None:
+            self._drop(update.request)
+
+    def _logprobs(self, update: Update, number: int, result: StepResult) -> list[TokenLogprobs] | None:
+        if update.request in result.logprobs:
+            return result.logprobs[update.request]
+        owner = self._owner[update.request][0]
+        forks = result.fork_logprobs.get(owner)
+        if number and forks is not None:
+            first = forks[number - 1]
+            return None if first is None else [first]
+        return None
+
+
+def token_origins(tokens: int, drafts: int) -> list[Origin]:
+    """All but the last of the tokens that verifying `drafts` yields are accepted drafts."""
+    last = Origin.BONUS if tokens == drafts + 1 else Origin.CORRECTED
+    return [Origin.ACCEPTED] * (tokens - 1) + [last]

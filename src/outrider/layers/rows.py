@@ -1,0 +1,36 @@
+"""Spans of tokens that run together in one forward pass, and the rows they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from outrider.layers.attention import AttentionRows
+
+
+class Span(NamedTuple):
+    """Consecutive rows of one request: tokens at positions [start, start + len(tokens))."""
+
+    line: int
+    """Its line in the page tables."""
+    start: int
+    tokens: Sequence[int]
+    kept_from: int
+    """K/V of positions below it goes to the sink."""
+    sees_to: int = 0
+    """Every row reads at least up to here (a block that attends both ways); otherwise each reads up to itself."""
+
+
+class Rows(NamedTuple):
+    tokens: Tensor
+    """int64 [rows], where the model runs"""
+    groups: tuple[AttentionRows, ...]
+    """In the order of the groups asked for."""
+    first_row: list[int]
+    """Per span: where its rows begin."""
+
+
+class RowBuilder(Protocol):
+    def rows(self, spans: Sequence[Span], groups: range) -> Rows: ...

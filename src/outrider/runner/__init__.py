@@ -1,0 +1,1 @@
+"""The runner: carries out step plans on tensors."""

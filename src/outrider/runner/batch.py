@@ -1,0 +1,82 @@
+"""Rows of one forward pass, ragged over requests, and what each group must know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.kv.groups import GroupKind
+from outrider.kv.layout import KVLayout
+from outrider.layers.attention import AttentionRows
+from outrider.layers.rows import Rows, Span
+from outrider.runner.tables import TableLines
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Batcher:
+    """Turns spans into rows. No Python work per row: spans are joined, then everything is arithmetic on arrays."""
+
+    def __init__(self, layout: KVLayout, tables: TableLines, device: torch.device) -> None:
+        self._layout = layout
+        self._tables = tables
+        self._device = device
+
+    def rows(self, spans: Sequence[Span], groups: range) -> Rows:
+        counts = np.array([len(span.tokens) for span in spans], np.int64)
+        ends = np.cumsum(counts)
+        first_row = ends - counts
+        within = np.arange(int(ends[-1]), dtype=np.int64) - np.repeat(first_row, counts)
+        positions = within + np.repeat(np.array([span.start for span in spans], np.int64), counts)
+        lines = np.repeat(np.array([span.line for span in spans], np.int64), counts)
+        kept = positions >= np.repeat(np.array([span.kept_from for span in spans], np.int64), counts)
+        stops = np.maximum(positions + 1, np.repeat(np.array([span.sees_to for span in spans], np.int64), counts))
+        tokens = np.concatenate([np.asarray(span.tokens, np.int64) for span in spans])
+        shared = (self._tensor(positions), self._tensor(lines.astype(np.int32)), self._tensor(stops.astype(np.int32)))
+        return Rows(
+            tokens=self._tensor(tokens),
+            groups=tuple(self._group(group, positions, lines, kept, stops, shared) for group in groups),
+            first_row=first_row.tolist(),
+        )
+
+    def _group(
+        self,
+        group: int,
+        positions: Int64Array,
+        lines: Int64Array,
+        kept: npt.NDArray[np.bool_],
+        stops: Int64Array,
+        shared: tuple[Tensor, Tensor, Tensor],
+    ) -> AttentionRows:
+        spec, table = self._layout.groups[group], self._tables.array(group)
+        number, offset = np.divmod(positions, spec.page_tokens)
+        # The sink is page 0: rows that are not kept write there.
+        slots = np.where(kept, table[lines, number].astype(np.int64), 0) * spec.page_tokens + offset
+        first_keys = np.maximum(first_read(spec.kind, positions), self._tables.lows[lines, group])
+        return AttentionRows(
+            positions=shared[0],
+            slots=self._tensor(slots),
+            sequence=shared[1],
+            tables=self._tables.tensor(group),
+            first_key=self._tensor(first_keys.astype(np.int32)),
+            stop_key=shared[2],
+            most_keys=int((stops - first_keys).max()),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def first_read(kind: GroupKind, positions: Int64Array) -> Int64Array:
+    """`GroupKind.first_key` of many positions: a kind is a fixed distance back, or everything."""
+    far = int(positions.max())
+    reach = far - kind.first_key(far)
+    if kind.first_key(far) == 0:
+        # Nobody is past the window yet, or there is none.
+        return np.zeros_like(positions)
+    return np.maximum(positions - reach, 0)

@@ -1,0 +1,42 @@
+"""What the runner keeps of a request: its own copy of the tokens, its sampling state, its drafts."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from outrider.runner.sampler import RequestSampling
+
+
+class RunningRequest:
+    __slots__ = ("drafts", "forks", "id", "line", "prompt_len", "prompt_logprobs", "sampling", "stop_tokens", "tokens")
+
+    def __init__(
+        self,
+        id: str,
+        tokens: Sequence[int],
+        sampling: RequestSampling,
+        *,
+        prompt_len: int,
+        stop_tokens: frozenset[int] = frozenset(),
+        forks: tuple[RequestSampling, ...] = (),
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self.id = id
+        self.tokens = array("I", tokens)
+        """Committed tokens, the last sampled one included."""
+        self.sampling = sampling
+        self.prompt_len = prompt_len
+        self.stop_tokens = stop_tokens
+        self.forks = forks
+        """Sampling of the further continuations, which draw their first token beside this one's."""
+        self.prompt_logprobs = prompt_logprobs
+        self.drafts: list[int] = []
+        """Proposed in the last step, to be verified in the next."""
+        self.line = -1
+        """Its line in the page tables."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """These tokens are committed."""
+        self.tokens.extend(tokens)
+        self.sampling.append(tokens)

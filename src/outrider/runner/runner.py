@@ -1,0 +1,283 @@
+"""Carries out step plans: page copies, target rows, verdict, feed, propose; in this order, batched over requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.errors import RequestError
+from outrider.kv.intervals import Interval
+from outrider.kv.layout import KVConfig, KVLayout
+from outrider.layers.rows import Rows, Span
+from outrider.models.decoder import Decoder, Hidden, LayerKV
+from outrider.models.kv_groups import LayerGroups
+from outrider.runner.batch import Batcher
+from outrider.runner.page_store import PageStore
+from outrider.runner.request import RunningRequest
+from outrider.runner.sampler import FAILED, Sampler, SampleRow, TokenLogprobs, token_logprobs
+from outrider.runner.tables import TableLines
+from outrider.runner.watch import StepWatch
+from outrider.sanitizer import Sanitizer
+from outrider.scheduler.plan import StepPlan, StepRow, Verdict
+from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.verify import accept
+
+PROMPT_LOGPROB_ROWS = 64
+"""Logits of so many prompt rows are held at once."""
+
+
+class StepResult(NamedTuple):
+    verdict: Verdict
+    logprobs: dict[str, list[TokenLogprobs]]
+    """For requests that asked: one entry per token of the verdict, forks under their first token's request."""
+    fork_logprobs: dict[str, list[TokenLogprobs | None]]
+    prompt_logprobs: dict[str, list[tuple[int, TokenLogprobs]]]
+    """(position, …) of prompt tokens, as their rows ran."""
+    failed: dict[str, str]
+    """Requests whose logits are not numbers, and what to tell their owners."""
+
+
+class Runner:
+    def __init__(
+        self,
+        target: Decoder,
+        target_groups: LayerGroups,
+        drafter: Drafter | None,
+        layout: KVLayout,
+        config: KVConfig,
+        *,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        sanitizer: Sanitizer | None = None,
+    ) -> None:
+        self._target = target
+        self._target_groups = target_groups
+        self._drafter = drafter
+        self._layout = layout
+        self._footprint = layout.footprint
+        self.requests: dict[str, RunningRequest] = {}
+        owners: tuple[LayerGroups, ...] = (target_groups,)
+        if drafter is not None and drafter.layer_groups is not None:
+            owners += (drafter.layer_groups,)
+        self.store = PageStore(layout, config.arena_pages, owners, dtype=kv_dtype, device=device)
+        self._tables = TableLines(layout, max_model_len=config.max_model_len, device=device)
+        self._batcher = Batcher(layout, self._tables, device)
+        self._target_kv = self.store.layers(target_groups, 0)
+        self._sampler = Sampler(target.spec.vocab_size, device)
+        self.device = device
+        self._watch = StepWatch(layout, sanitizer) if sanitizer is not None else None
+        if drafter is not None:
+            groups = layout.draft_groups
+            kv = self.store.layers(drafter.layer_groups, groups.start) if drafter.layer_groups is not None else ()
+            drafter.bind(DraftServices(rows=self._batcher, groups=groups, kv=kv, draw=self._draw))
+
+    def add(self, request: RunningRequest) -> None:
+        self.requests[request.id] = request
+
+    def forget(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+        if self._drafter is not None:
+            self._drafter.forget(request_id)
+
+    # ---- one step ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        self._tables.apply(plan.kv)
+        if self._watch is not None:
+            self._watch.begin(plan)
+        self.store.copy(plan.kv.copies)
+        result = StepResult(Verdict(step=plan.step, tokens=(), proposed=()), {}, {}, {}, {})
+        if not plan.rows:
+            return result
+        for row in plan.rows:
+            self.requests[row.request].line = self._tables.line(row.request)
+        rows, hidden = self._run_target(plan.rows)
+        tokens, forks = self._sample(plan.rows, rows.first_row, hidden.final, result)
+        ends = self._take_over(plan.rows, tokens)
+        self._feed(plan.rows, rows.first_row, ends, tokens, hidden.taps)
+        proposed = self._propose(plan.rows, ends, tokens)
+        verdict = Verdict(step=plan.step, tokens=tuple(tokens), proposed=proposed, fork_tokens=forks)
+        return result._replace(verdict=verdict)
+
+    def _run_target(self, step_rows: Sequence[StepRow]) -> tuple[Rows, Hidden]:
+        spans = []
+        for row in step_rows:
+            request = self.requests[row.request]
+            first, known = row.start - row.tap_rows, row.start + row.num_rows - row.drafts
+            tokens = request.tokens[first:known]
+            if row.drafts:
+                tokens.extend(request.drafts[: row.drafts])
+            spans.append(Span(line=request.line, start=first, tokens=tokens, kept_from=row.kept_from))
+            if self._watch is not None:
+                self._watch.target_rows(row)
+        rows = self._batcher.rows(spans, self._layout.target_groups)
+        layers = [
+            LayerKV(kv, rows.groups[group])
+            for kv, (group, _place) in zip(self._target_kv, self._target_groups.place, strict=True)
+        ]
+        return rows, self._target.forward(rows.tokens, layers, taps=self._footprint.taps)
+
+    def _sample(
+        self, step_rows: Sequence[StepRow], first_row: Sequence[int], hidden: Tensor, result: StepResult
+    ) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """What the target says at each sampled row, and how many drafts agree with it."""
+        places: list[int] = []  # rows of `hidden` whose logits are wanted
+        draws: list[SampleRow] = []
+        spread: list[int] = []  # per draw: which of `places`
+        for row, first in zip(step_rows, first_row, strict=True):
+            request = self.requests[row.request]
+            if request.prompt_logprobs is not None and row.start < request.prompt_len - 1:
+                self._score_prompt(request, row, first, hidden, result)
+            if not row.samples:
+                continue
+            known = row.start + row.num_rows - row.drafts
+            at = first + known - 1 - (row.start - row.tap_rows)
+            assumed = tuple(request.drafts[: row.drafts])
+            for number in range(row.drafts + 1):
+                spread.append(len(places) + number)
+                draws.append(SampleRow(request.sampling, known + number, assumed[:number]))
+            for sampling in request.forks if row.samples > 1 else ():
+                spread.append(len(places))
+                draws.append(SampleRow(sampling, known, ()))
+            places.extend(range(at, at + row.drafts + 1))
+        if not draws:
+            return [() for _ in step_rows], {}
+        if len(places) < len(hidden):
+            hidden = hidden[torch.tensor(places, device=self.device)]
+        logits = self._target.logits(hidden)
+        if len(spread) > len(places):
+            logits = logits[torch.tensor(spread, device=self.device)]
+        sampled = self._sampler.sample(logits, draws)
+        return self._verdicts(step_rows, sampled.tokens, sampled.logprobs, sampled.failed, result)
+
+    def _verdicts(
+        self,
+        step_rows: Sequence[StepRow],
+        sampled: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        failed: Mapping[int, RequestError],
+        result: StepResult,
+    ) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        tokens: list[tuple[int, ...]] = []
+        forks: dict[str, tuple[int, ...]] = {}
+        at = 0
+        for row in step_rows:
+            if not row.samples:
+                tokens.append(())
+                continue
+            request = self.requests[row.request]
+            stop = at + row.drafts + 1
+            kept = accept(request.drafts[: row.drafts], sampled[at:stop])
+            if kept[-1] == FAILED:
+                result.failed[row.request] = str(failed[at + len(kept) - 1])
+                # The request ends with this step; any token will do.
+                kept = (*kept[:-1], 0)
+            tokens.append(kept)
+            scores = logprobs[at : at + len(kept)]
+            if scores[0] is not None:
+                result.logprobs[row.request] = [score for score in scores if score is not None]
+            if row.samples > 1:
+                end = stop + len(request.forks)
+                forks[row.request] = tuple(max(token, 0) for token in sampled[stop:end])
+                for number in range(stop, end):
+                    if number in failed:
+                        result.failed[row.request] = str(failed[number])
+                result.fork_logprobs[row.request] = list(logprobs[stop:end])
+                stop = end
+            at = stop
+        return tokens, forks
+
+    def _score_prompt(
+        self, request: RunningRequest, row: StepRow, first: int, hidden: Tensor, result: StepResult
+    ) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's prompt rows."""
+        assert request.prompt_logprobs is not None
+        scores = result.prompt_logprobs.setdefault(request.id, [])
+        count = request.prompt_logprobs
+        stop = min(row.start + row.num_rows, request.prompt_len - 1)
+        for start in range(row.start, stop, PROMPT_LOGPROB_ROWS):
+            end = min(start + PROMPT_LOGPROB_ROWS, stop)
+            at = first + start - (row.start - row.tap_rows)
+            logits = self._target.logits(hidden[at : at + end - start])
+            following = request.tokens[start + 1 : end + 1].tolist()
+            entries = token_logprobs(logits, following, [count] * len(following))
+            scores.extend(zip(range(start + 1, end + 1), entries, strict=True))
+
+    def _take_over(self, step_rows: Sequence[StepRow], tokens: Sequence[tuple[int, ...]]) -> list[int]:
+        """Append what was sampled; returns each row's v."""
+        ends = []
+        for row, new in zip(step_rows, tokens, strict=True):
+            known = row.start + row.num_rows - row.drafts
+            v = known + max(0, len(new) - 1)
+            if new:
+                self.requests[row.request].take(new)
+            if self._watch is not None:
+                self._watch.accepted(row, v)
+            ends.append(v)
+        return ends
+
+    # ---- the drafter -------------------------------------------------------------------------------
+
+    def _feed(
+        self,
+        step_rows: Sequence[StepRow],
+        first_row: Sequence[int],
+        ends: Sequence[int],
+        tokens: Sequence[tuple[int, ...]],
+        taps: Sequence[Tensor],
+    ) -> None:
+        """Have the drafter write its durable slots for newly committed tokens, whatever k is."""
+        feeds: list[FeedRow] = []
+        for row, first, v, new in zip(step_rows, first_row, ends, tokens, strict=True):
+            if not row.feeds:
+                continue
+            fed = self._footprint.feed(
+                durable_end=row.draft_end, v=v, accepted=max(0, len(new) - 1), proposed=row.proposed
+            )
+            kept = Interval(row.draft_end, fed.start)
+            if row.feed_to is not None:
+                fed = Interval(fed.start, min(fed.end, row.feed_to))
+            if self._watch is not None:
+                self._watch.feed(row, kept, fed)
+            if not fed.empty:
+                taps_at = first + fed.start - (row.start - row.tap_rows)
+                feeds.append(FeedRow(self.requests[row.request], fed, taps_at, row.propose > 0))
+        if feeds:
+            assert self._drafter is not None
+            self._drafter.feed(feeds, taps)
+
+    def _propose(
+        self, step_rows: Sequence[StepRow], ends: Sequence[int], tokens: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Drafts for the next step; returns how many each row got."""
+        wanted: list[ProposeRow] = []
+        for row, v, new in zip(step_rows, ends, tokens, strict=True):
+            request = self.requests[row.request]
+            request.drafts = []
+            # A request that has just ended needs none.
+            if row.propose and request.stop_tokens.isdisjoint(new):
+                wanted.append(ProposeRow(request, v, row.propose))
+        if wanted:
+            assert self._drafter is not None
+            for (_request, v, _k), drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
+                self.requests[_request.id].drafts = drafts
+                if self._watch is not None and self._footprint.groups:
+                    self._watch.propose(_request.id, v, drafts)
+        return tuple(len(self.requests[row.request].drafts) for row in step_rows)
+
+    def _draw(self, logits: Tensor, rows: Sequence[DrawRow]) -> list[int]:
+        """Drafts are drawn with the target's processors and noise, so that they agree as often as they can."""
+        vocabulary = self._target.spec.vocab_size
+        if logits.shape[1] != vocabulary:
+            # Checkpoints pad their vocabularies differently; the shared tokens come first.
+            padded = logits.new_full((logits.shape[0], vocabulary), float("-inf"))
+            width = min(vocabulary, logits.shape[1])
+            padded[:, :width] = logits[:, :width]
+            logits = padded
+        draws = [SampleRow(self.requests[row.request.id].sampling, row.position, row.before) for row in rows]
+        # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.
+        return [max(token, 0) for token in self._sampler.sample(logits, draws).tokens]

@@ -1,0 +1,69 @@
+"""Reports what a step reads and writes to the sanitizer, derived from the plan and the footprint alone.
+
+What the model's kernels do is not seen here; level `bytes` of the sanitizer covers that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.kv.intervals import Interval
+from outrider.kv.layout import KVLayout
+from outrider.kv.plan import PageTables
+from outrider.sanitizer import Sanitizer
+from outrider.scheduler.plan import StepPlan, StepRow
+
+
+class StepWatch:
+    def __init__(self, layout: KVLayout, sanitizer: Sanitizer) -> None:
+        self._layout = layout
+        self._steps = sanitizer.steps
+        self._tables = PageTables(len(layout.groups))
+
+    def begin(self, plan: StepPlan) -> None:
+        self._steps.begin(plan.step)
+        self._tables.apply(plan.kv)
+        for copy in plan.kv.copies:
+            self._steps.copied(copy)
+
+    def target_rows(self, row: StepRow) -> None:
+        first, end = row.start - row.tap_rows, row.start + row.num_rows
+        for group in self._layout.target_groups:
+            table = self._tables.table(row.request, group)
+            start = self._layout.groups[group].kind.first_key(first)
+            # Below row.start everything is durable; from there on it is this step's own.
+            self._steps.read(row.request, group, Interval(start, row.start), table, scratch_from=row.start)
+            self._steps.write(row.request, group, Interval(row.kept_from, end), table, "target rows")
+
+    def accepted(self, row: StepRow, v: int) -> None:
+        """Slots of accepted rows are durable now."""
+        for group in self._layout.target_groups:
+            table = self._tables.table(row.request, group)
+            self._steps.became_durable(row.request, group, Interval(row.start, v), table, keep=False)
+
+    def feed(self, row: StepRow, kept: Interval, fed: Interval) -> None:
+        layout, footprint = self._layout, self._layout.footprint
+        rows = Interval(row.start - row.tap_rows, row.start + row.num_rows)
+        for group in layout.draft_groups:
+            table = self._tables.table(row.request, group)
+            self._steps.became_durable(row.request, group, kept, table, keep=True)
+            if footprint.feed_reads_kv:
+                start = self._first_key(row.request, group, fed.start)
+                self._steps.read(row.request, group, Interval(start, fed.start), table, scratch_from=fed.start)
+            self._steps.fed(row.request, group, fed, table, rows=rows)
+
+    def propose(self, request: str, v: int, drafts: Sequence[int]) -> None:
+        layout, footprint = self._layout, self._layout.footprint
+        durable_end = footprint.durable_end(v)
+        scratch = footprint.scratch(v, len(drafts))
+        ids = None
+        if footprint.keeps_accepted:
+            ids = self._steps.draft_identities(request, scratch.start, drafts[: scratch.size])
+        for group in layout.draft_groups:
+            table = self._tables.table(request, group)
+            start = self._first_key(request, group, v)
+            self._steps.read(request, group, Interval(start, durable_end), table, scratch_from=durable_end)
+            self._steps.write(request, group, scratch, table, "propose", ids=ids)
+
+    def _first_key(self, request: str, group: int, query: int) -> int:
+        return max(self._tables.low(request, group), self._layout.groups[group].kind.first_key(query))

@@ -1,0 +1,93 @@
+"""What every drafter does: feed and propose, never one for the other.
+
+feed     writes the durable slots for newly committed tokens; runs at every step, whatever k is
+propose  writes scratch and returns drafts; may be skipped for any request at any step
+
+What it writes where follows from its footprint; the runner reports it to the sanitizer from there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from outrider.kv.footprint import KVFootprint
+from outrider.kv.intervals import Interval
+from outrider.layers.attention import PagedKV
+from outrider.layers.rows import RowBuilder
+from outrider.models.kv_groups import LayerGroups
+
+
+class DraftedRequest(Protocol):
+    """What a drafter may know of a request."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tokens(self) -> array[int]:
+        """Committed tokens, the last sampled one included."""
+
+    @property
+    def line(self) -> int:
+        """Its line in the page tables."""
+
+
+class FeedRow(NamedTuple):
+    request: DraftedRequest
+    interval: Interval
+    """Durable slots to write."""
+    taps_at: int
+    """The row of the tapped hidden states that belongs to interval.start."""
+    proposes: bool
+    """A proposal follows in this step."""
+
+
+class ProposeRow(NamedTuple):
+    request: DraftedRequest
+    v: int
+    """The last sampled token sits here; drafts are for v + 1 and on."""
+    k: int
+
+
+class DrawRow(NamedTuple):
+    """One draft to choose from logits: the one at `position`, after the drafts `before` it."""
+
+    request: DraftedRequest
+    position: int
+    before: tuple[int, ...]
+
+
+class DraftServices(NamedTuple):
+    """What the runner lends to a drafter once memory is laid out."""
+
+    rows: RowBuilder
+    groups: range
+    """The drafter's groups in the layout."""
+    kv: tuple[PagedKV, ...]
+    """Per layer of the drafter."""
+    draw: Callable[[Tensor, Sequence[DrawRow]], list[int]]
+    """Choose as the target would if these were its logits: the same processors, the same noise."""
+
+
+class Drafter(ABC):
+    footprint: KVFootprint
+    layer_groups: LayerGroups | None = None
+    """Its layers in their groups; None for a drafter without KV."""
+
+    def bind(self, services: DraftServices) -> None:
+        """Called once, before anything else."""
+
+    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+        """Write the durable slots of every row. `taps`: hidden states of this step's target rows."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        """At most k drafts for each row."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""

@@ -1,0 +1,89 @@
+"""A smaller decoder that reads the same tokens and runs ahead, one token a pass.
+
+It consumes the last sampled token while it is fed, so the first draft costs no pass of its own:
+
+    feed      rows [durable end, v + 1)      the last row's logits choose the draft at v + 1
+    propose   row v + 1, v + 2, …            k - 1 passes over the requests that still draft
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.layers.rows import Span
+from outrider.models.decoder import Decoder, LayerKV
+from outrider.models.kv_groups import LayerGroups
+from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.footprints import DrafterShape, footprint_for
+
+
+class DraftModel(Drafter):
+    layer_groups: LayerGroups
+
+    def __init__(self, decoder: Decoder, groups: LayerGroups, *, max_len: int, fingerprint: str) -> None:
+        self.layer_groups = groups
+        shape = DrafterShape(groups=groups.specs, max_len=max_len, fingerprint=fingerprint)
+        self.footprint = footprint_for("draft_model", shape)
+        self._decoder = decoder
+        self._services: DraftServices | None = None
+        self._fed: dict[str, Tensor] = {}
+        """Hidden state of the last fed row, for requests that propose in this step."""
+
+    def bind(self, services: DraftServices) -> None:
+        self._services = services
+
+    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+        self._fed.clear()
+        spans = [
+            Span(
+                line=row.request.line,
+                start=row.interval.start,
+                tokens=row.request.tokens[row.interval.start : row.interval.end],
+                kept_from=0,
+            )
+            for row in rows
+        ]
+        hidden, last_rows = self._run(spans)
+        for number, row in enumerate(rows):
+            if row.proposes:
+                self._fed[row.request.id] = hidden[last_rows[number]]
+
+    def _run(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
+        """Hidden states of all rows, and the number of each span's last row."""
+        services = self._services
+        assert services is not None
+        rows = services.rows.rows(spans, services.groups)
+        layers = [
+            LayerKV(kv, rows.groups[group])
+            for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
+        ]
+        hidden = self._decoder.forward(rows.tokens, layers).final
+        return hidden, [first + len(span.tokens) - 1 for first, span in zip(rows.first_row, spans, strict=True)]
+
+    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        services = self._services
+        assert services is not None
+        drafts: list[list[int]] = [[] for _ in rows]
+        hidden = torch.stack([self._fed[row.request.id] for row in rows])
+        drafting = list(range(len(rows)))
+        while drafting:
+            draws = [
+                DrawRow(rows[number].request, rows[number].v + 1 + len(drafts[number]), tuple(drafts[number]))
+                for number in drafting
+            ]
+            for number, token in zip(drafting, services.draw(self._decoder.logits(hidden), draws), strict=True):
+                drafts[number].append(token)
+            drafting = [number for number in drafting if len(drafts[number]) < rows[number].k]
+            if drafting:
+                spans = []
+                for number in drafting:
+                    # The draft before the one to come is consumed: it sits at v + (drafts so far).
+                    at = rows[number].v + len(drafts[number])
+                    spans.append(
+                        Span(line=rows[number].request.line, start=at, tokens=drafts[number][-1:], kept_from=0)
+                    )
+                hidden = self._run(spans)[0]
+        return drafts

@@ -1,0 +1,83 @@
+"""From a drafting method's name to a drafter. A new method is one function and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.config import SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.layers.ops import Ops
+from outrider.models.decoder import Decoder
+from outrider.models.kv_groups import layer_groups
+from outrider.models.load import LoadedModel, load_model
+from outrider.speculative.drafter import Drafter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DrafterSettings:
+    """What a drafter must fit."""
+
+    target: LoadedModel
+    target_decoder: Decoder
+    ops: Ops
+    page_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    progress: Callable[[str, int, int], None] | None = None
+
+
+def _ngram(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+    from outrider.speculative.drafters.ngram import NgramDrafter
+
+    return NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+
+
+def _draft_model(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+    if config.model is None:
+        raise ConfigError("speculative_config: method 'draft_model' needs 'model': a name or the path of a checkpoint")
+    progress = settings.progress
+    report = None if progress is None else lambda done, total: progress("loading the draft model", done, total)
+    model = load_model(config.model, dtype=settings.dtype, device=settings.device, progress=report)
+    return draft_model_from(model, settings, num_layers=config.num_hidden_layers)
+
+
+def draft_model_from(model: LoadedModel, settings: DrafterSettings, *, num_layers: int | None = None) -> Drafter:
+    """A drafter from a model that is loaded already."""
+    from outrider.speculative.drafters.draft_model import DraftModel
+
+    difference = settings.target.tokenizer.difference(model.tokenizer)
+    if difference is not None:
+        raise ConfigError(
+            f"the draft model {model.name} cannot draft for {settings.target.name}: {difference}; "
+            "choose a draft model with the same tokenizer"
+        )
+    spec, parameters, fingerprint = model.spec, model.parameters, model.fingerprint
+    if num_layers is not None:
+        if num_layers > len(spec.layers):
+            raise ConfigError(
+                f"num_hidden_layers is {num_layers}, but the draft model {model.name} has {len(spec.layers)} layers"
+            )
+        spec = replace(spec, layers=spec.layers[:num_layers])
+        parameters = replace(parameters, layers=parameters.layers[:num_layers])
+        fingerprint = f"{fingerprint}/{num_layers}"
+    limit = min(settings.max_model_len, spec.max_position)
+    groups = layer_groups(spec, owner="draft", page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize)
+    decoder = Decoder(spec, parameters, settings.ops, max_position=limit)
+    return DraftModel(decoder, groups, max_len=limit, fingerprint=fingerprint)
+
+
+LOADERS: dict[str, Callable[[SpeculativeConfig, DrafterSettings], Drafter]] = {
+    "ngram": _ngram,
+    "draft_model": _draft_model,
+}
+
+
+def load_drafter(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+    loader = LOADERS.get(config.method)
+    if loader is None:
+        raise ConfigError(f"speculative_config: unknown method {config.method!r}; known methods: {', '.join(LOADERS)}")
+    return loader(config, settings)
