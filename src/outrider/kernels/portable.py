@@ -1,10 +1,26 @@
-"""SplitMix64 on Python integers, and the constants that its tensor and its compiled versions share. Torch-free."""
+"""Numbers that come out the same on every device, and so can be keys and weights. Torch-free.
+
+SplitMix64 on Python integers, and the constants that tensor and compiled versions of the same functions share.
+"""
 
 from __future__ import annotations
+
+import math
 
 WORD = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+LN2, SQRT_HALF = math.log(2.0), math.sqrt(0.5)
+LOG_SERIES = tuple(2.0 / odd for odd in (1, 3, 5, 7, 9, 11, 13))
+"""log((1 + s) / (1 - s)) in odd powers of s; with |s| < 0.172 the rest is below 1e-11 of the result."""
+EXP_SERIES = tuple(1.0 / math.factorial(power) for power in range(11))
+"""exp(r) in powers of r; with |r| < 0.35 the rest is below 1e-12."""
+
+WEIGHT_BITS = 43
+"""Binary places of a token's weight: 2**19 tokens of weight 1 still add up inside an int64."""
+WEIGHT_HALVINGS = WEIGHT_BITS + 2
+"""Halved this often, a weight is 0."""
 
 
 def signed(word: int) -> int:
