@@ -86,8 +86,12 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         salt: str = "",
+        speculate: bool = True,
     ) -> None:
-        """Queue a request, or refuse it with the reason. Nobody else's request is touched."""
+        """Queue a request, or refuse it with the reason. Nobody else's request is touched.
+
+        Without `speculate` it decodes plainly: its drafter is fed, where it has KV, but proposes nothing.
+        """
         self._check_tokens(request_id, prompt_token_ids, params)
         room = self.max_model_len - len(prompt_token_ids)
         stop = frozenset(params.stop_token_ids or ())
@@ -97,7 +101,7 @@ class Engine:
             id=request_id,
             prompt=prompt_token_ids,
             max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
-            k=self.k,
+            k=self.k if speculate else 0,
             priority=priority,
             stop_tokens=stop,
             n=params.n,

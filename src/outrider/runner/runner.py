@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.errors import RequestError
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
+from outrider.layers.ops import Ops
 from outrider.layers.rows import Rows, Span
 from outrider.models.decoder import Decoder, Hidden, LayerKV
 from outrider.models.kv_groups import LayerGroups
@@ -73,6 +74,10 @@ class Runner:
             groups = layout.draft_groups
             kv = self.store.layers(drafter.layer_groups, groups.start) if drafter.layer_groups is not None else ()
             drafter.bind(DraftServices(rows=self._batcher, groups=groups, kv=kv, draw=self._draw))
+
+    @property
+    def ops(self) -> Ops:
+        return self._target.ops
 
     def add(self, request: RunningRequest) -> None:
         self.requests[request.id] = request
