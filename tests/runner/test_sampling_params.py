@@ -20,7 +20,10 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
     assert (params.stop, params.stop_token_ids, params.logprobs, params.prompt_logprobs) == ((), (), None, None)
     assert params.skip_special_tokens
-    assert not (params.ignore_eos or params.include_stop_str_in_output or params.greedy or params.penalises)
+    assert not (params.ignore_eos)
+    assert not (params.include_stop_str_in_output)
+    assert not (params.greedy)
+    assert not params.penalises
 
 
 def test_what_means_the_same_becomes_the_same() -> None:
@@ -137,5 +140,5 @@ def test_a_wrong_setting_is_named_with_what_to_do(case: str) -> None:
 def test_ids_outside_the_vocabulary_are_refused_where_the_model_is_known(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     params.check_vocabulary(51)
-    with pytest.raises(RequestError, match="token id 50 .* ids go from 0 to 49"):
+    with pytest.raises(RequestError, match=r"token id 50 .* ids go from 0 to 49"):
         params.check_vocabulary(50)
