@@ -57,7 +57,8 @@ def resolve_model(name: str) -> ResolvedModel:
     if name.lower() in PACKAGED:
         return _packaged(name.lower())
     path = Path(name).expanduser()
-    if path.is_dir():
+    # An empty name would mean the working directory.
+    if name and path.is_dir():
         return ResolvedModel(path=path, kind=ModelKind.DIRECTORY, name=path.resolve().name)
     if path.is_file():
         if path.suffix.lower() != ".gguf":

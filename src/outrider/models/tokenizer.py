@@ -50,8 +50,9 @@ class Tokenizer:
         """
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeError as problem:
-            raise RequestError(f"the prompt is no valid text: {problem}") from None
+        except (UnicodeError, TypeError):
+            # The library takes nothing that has no UTF-8 form, such as half of a surrogate pair out of JSON.
+            raise RequestError("the prompt is no valid Unicode text; remove unpaired surrogates from it") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
