@@ -17,7 +17,9 @@ from outrider.models.load import GenerationDefaults, LoadedModel
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters, Linear
 from outrider.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from outrider.models.tokenizer import Tokenizer
+from outrider.layers.ops import TorchOps
 from outrider.speculative.drafter import Drafter
+from outrider.speculative.registry import DrafterSettings, draft_model_from
 
 VOCABULARY = 256
 
@@ -85,7 +87,12 @@ def tiny_model(spec: DecoderSpec | None = None, *, seed: int = 0, sharpness: flo
 
 
 def tiny_engine(
-    model: LoadedModel | None = None, *, drafter: Drafter | None = None, k: int = 4, method: str = "ngram", **settings: Any
+    model: LoadedModel | None = None,
+    *,
+    drafter: Drafter | None = None,
+    k: int = 4,
+    method: str = "ngram",
+    **settings: Any,
 ) -> Engine:
     """An engine over a tiny model with the sanitizer on; `drafter` or `method` with k > 0 turns speculation on."""
     defaults: dict[str, Any] = {
@@ -109,3 +116,15 @@ def first_layers(model: LoadedModel, count: int) -> LoadedModel:
         spec=replace(model.spec, layers=model.spec.layers[:count]),
         parameters=replace(model.parameters, layers=model.parameters.layers[:count]),
     )
+
+
+def tiny_draft_model(target: LoadedModel, draft: LoadedModel, *, block_size: int = 16, max_len: int = 256) -> Drafter:
+    settings = DrafterSettings(
+        target=target,
+        ops=TorchOps(),
+        page_tokens=block_size,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=max_len,
+    )
+    return draft_model_from(draft, settings)

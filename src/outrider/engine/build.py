@@ -82,7 +82,6 @@ def build_engine(
                 config.speculative_config,
                 DrafterSettings(
                     target=model,
-                    target_decoder=decoder,
                     ops=ops,
                     page_tokens=config.block_size,
                     dtype=dtype,

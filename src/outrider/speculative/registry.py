@@ -21,7 +21,6 @@ class DrafterSettings:
     """What a drafter must fit."""
 
     target: LoadedModel
-    target_decoder: Decoder
     ops: Ops
     page_tokens: int
     dtype: torch.dtype

@@ -1,0 +1,69 @@
+"""Comparing two runs token for token, with the one excuse there is: a tie that is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.api.llm import LLM
+from outrider.engine.engine import Engine
+from outrider.engine.outputs import RequestOutput
+from outrider.sampling import SamplingParams
+
+TIE = 1e-3
+"""Two logits closer than this may change places between two orders of summation."""
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [continuation.token_ids for output in outputs for continuation in output.outputs]
+
+
+def assert_same_or_tied(
+    engine: Engine, prompts: Sequence[Sequence[int]], left: list[list[int]], right: list[list[int]]
+) -> int:
+    """Greedy runs are equal up to proven ties. Returns how many sequences part at one."""
+    ties = 0
+    assert len(prompts) == len(left) == len(right)
+    for prompt, one, other in zip(prompts, left, right, strict=True):
+        if one == other:
+            continue
+        place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        assert place < len(one) and place < len(other), f"one run ends at token {place}, the other goes on"
+        best = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+        common = [*prompt, *one[:place]]
+        top = LLM.over(engine).generate({"prompt_token_ids": common}, best)[0].outputs[0].logprobs
+        assert top is not None
+        (first, first_logprob), (second, second_logprob) = top[0].top
+        gap = first_logprob - second_logprob
+        assert {one[place], other[place]} == {first, second} and gap < TIE, (
+            f"token {place}: {one[place]} or {other[place]}, but the best two are {first} and {second}, {gap} apart"
+        )
+        ties += 1
+    return ties
+
+
+def reference_logits(model: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
+    """What Transformers says after each token."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(tokens)])).logits[0].float()
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def assert_greedy_by_reference(model: torch.nn.Module, prompt: Sequence[int], generated: Sequence[int]) -> int:
+    """Every token is the one that the reference prefers after the tokens before it, or ties with it.
+
+    By induction the reference's own greedy text is then the same up to the first tie. Returns the number of ties.
+    """
+    logits = reference_logits(model, [*prompt, *generated])
+    ties = 0
+    for place, token in enumerate(generated):
+        row = logits[len(prompt) + place - 1]
+        best = int(row.argmax())
+        if token != best:
+            gap = float(row[best] - row[token])
+            assert gap < TIE, f"token {place} is {token}, the reference says {best}, {gap} apart"
+            ties += 1
+    return ties
