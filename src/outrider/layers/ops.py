@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -16,11 +17,23 @@ from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear
 from outrider.models.spec import Activation, ExpertsSpec
 
 
+class Ability(Enum):
+    """What a version's attention can do; a decoder or drafter that needs more is refused at the start."""
+
+    CAUSAL = "causal"
+    NON_CAUSAL = "non-causal"
+    WINDOW = "window"
+    SINKS = "sinks"
+    SOFTCAP = "softcap"
+
+
 class Ops(ABC):
     """Rows in, rows out; a row's result must not depend on the other rows of the batch beyond rounding."""
 
+    name: str
     row_exact: bool = False
     """A row's result is the same to the last bit whatever else is in the batch."""
+    abilities: frozenset[Ability] = frozenset(Ability)
 
     def prepare(self, parameters: DecoderParameters) -> DecoderParameters:
         """Bring the tensors into the form this version likes best. Called once."""
@@ -58,8 +71,19 @@ class Ops(ABC):
     def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots, attend: [rows, heads * head_dim]."""
 
+    def store(self, k: Tensor, v: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> None:
+        """Norm and rotate keys, write keys and values ([rows, kv_heads, head_dim]) to their slots; nobody reads."""
+        if layer.k_norm is not None:
+            k = self.norm(k, layer.k_norm, layer.norm_eps)
+        k = rotate(k, layer.rotary[rows.positions])
+        page, offset = rows.slots // kv.page_tokens, rows.slots % kv.page_tokens
+        kv.keys[page, :, offset] = k.to(kv.keys.dtype)
+        kv.values[page, :, offset] = v.to(kv.values.dtype)
+
 
 class TorchOps(Ops):
+    name = "torch"
+
     def embed(self, tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
         x = functional.embedding(tokens, embedding)
         # Models multiply by a scale rounded to their own dtype.

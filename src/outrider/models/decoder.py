@@ -26,7 +26,7 @@ class Hidden(NamedTuple):
     final: Tensor
     """[rows, hidden], before the last norm."""
     taps: tuple[Tensor, ...]
-    """Hidden states that enter the tapped layers, in the order asked for."""
+    """Hidden states that leave the tapped layers, in the order asked for."""
 
 
 class Decoder:
@@ -59,19 +59,18 @@ class Decoder:
         )
 
     def forward(self, tokens: Tensor, layers: Sequence[LayerKV], *, taps: Sequence[int] = ()) -> Hidden:
-        """Run the rows of a step. Tap i is what enters layer i; tap len(layers) is what leaves the last one."""
+        """Run the rows of a step. Tap i is the residual stream after layer i."""
         spec, ops = self.spec, self.ops
         x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
         tapped: dict[int, Tensor] = {}
         for number, (weights, place) in enumerate(zip(self.parameters.layers, layers, strict=True)):
-            if number in taps:
-                tapped[number] = x.clone()
             qkv = ops.project(x, weights.qkv, norm=weights.input_norm, eps=spec.norm_eps)
             attended = ops.attend(qkv, self._attention[number], place.kv, place.rows)
             x = ops.project_add(attended, weights.out, x, post_norm=weights.attention_post_norm, eps=spec.norm_eps)
             x = self._feed_forward(number, weights, x)
-        if len(layers) in taps:
-            tapped[len(layers)] = x.clone()
+            if number in taps:
+                # Later layers may write over it.
+                tapped[number] = x.clone()
         return Hidden(x, tuple(tapped[tap] for tap in taps))
 
     def _feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
