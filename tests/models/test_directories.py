@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.fakes import FAMILIES, edit_json, save, tiny_model
+from tests.models.fakes import FAMILIES, edit_json, save, tiny_model, tiny_tokenizer
 
 from outrider.errors import ModelError
 from outrider.models.load import load_model
@@ -272,6 +272,16 @@ def test_a_tokenizer_with_more_ids_than_the_model_embeds_is_refused(tmp_path: Pa
     directory = save(tiny_model("llama", vocab_size=40), tmp_path)
     with pytest.raises(ModelError, match=r"up to 59, but the model embeds only 40"):
         load_model(str(directory), dtype=torch.float32)
+
+
+def test_added_tokens_that_the_model_does_not_embed_are_no_obstacle(tmp_path: Path) -> None:
+    directory = save(tiny_model("llama", vocab_size=60), tmp_path)
+    backend = tiny_tokenizer()
+    backend.add_special_tokens(["<pad>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 60]}))
+    model = load_model(str(directory), dtype=torch.float32)
+    assert (model.spec.vocab_size, model.tokenizer.vocab_size, model.eos_ids) == (60, 61, (3,))
 
 
 def test_a_tensor_can_be_read_by_itself(tmp_path: Path) -> None:

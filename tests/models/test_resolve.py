@@ -74,8 +74,9 @@ def test_a_hub_id_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     use_hub(monkeypatch, download)
     found = resolve_model("Qwen/Qwen3-0.6B")
     assert found == ResolvedModel(path=tmp_path, kind=ModelKind.DIRECTORY, name="Qwen/Qwen3-0.6B")
-    # Never formats that can run code.
-    assert asked == [("Qwen/Qwen3-0.6B", {"allow_patterns": ["*.json", "*.safetensors", "*.jinja"]})]
+    # Never formats that can run code, and no weights twice.
+    wanted, ignored = ["*.json", "*.safetensors", "*.jinja"], ["*/*", "consolidated*"]
+    assert asked == [("Qwen/Qwen3-0.6B", {"allow_patterns": wanted, "ignore_patterns": ignored})]
 
 
 def test_a_directory_wins_over_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -130,8 +130,15 @@ def _strftime_now(pattern: str) -> str:
 def _plain(value: Any) -> Any:
     """A copy out of plain types: methods of anything richer would be within the template's reach."""
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool():
             return value
+        # Subclasses, such as enumerations, lose what they add.
+        case str():
+            return str.__str__(value)
+        case int():
+            return int(value)
+        case float():
+            return float(value)
         case Mapping():
             return {str(key): _plain(item) for key, item in value.items()}
         case list() | tuple():

@@ -48,7 +48,8 @@ def load_model(
         parameters=parameters,
         tokenizer=text.tokenizer,
         chat_template=text.chat_template,
-        eos_ids=text.tokenizer.eos_ids,
+        # An id that the model does not embed is never sampled, so it ends nothing.
+        eos_ids=tuple(token_id for token_id in text.tokenizer.eos_ids if token_id < spec.vocab_size),
         generation=text.generation,
         fingerprint=weights_fingerprint(resolved),
     )
@@ -61,8 +62,8 @@ def _text_of(checkpoint: Checkpoint) -> ModelText:
 
 
 def _refuse_foreign_tokenizer(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    if tokenizer.vocab_size > spec.vocab_size:
+    if tokenizer.base_vocab_size > spec.vocab_size:
         raise ModelError(
-            f"{tokenizer.source} has token ids up to {tokenizer.vocab_size - 1}, but the model embeds only "
+            f"{tokenizer.source} has token ids up to {tokenizer.base_vocab_size - 1}, but the model embeds only "
             f"{spec.vocab_size} tokens: they do not belong together"
         )

@@ -13,6 +13,8 @@ from outrider.errors import ModelError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+# Other formats of the same weights.
+HUB_IGNORED = ("*/*", "consolidated*")
 
 MEBIBYTE = 1 << 20
 SAMPLES = 64
@@ -91,7 +93,9 @@ def _from_hub(name: str) -> ResolvedModel:
             f"{name!r} is no local path, and models by hub id need huggingface_hub: pip install 'outrider[hub]'"
         ) from None
     try:
-        path = huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES))
+        path = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+        )
     # Its errors have no common base: no network, no such model, no permission, no space.
     except Exception as problem:
         reason = str(problem).strip().split("\n")[0] or type(problem).__name__

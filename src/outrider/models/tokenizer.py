@@ -74,6 +74,11 @@ class Tokenizer:
         return max(self.vocabulary.values(), default=-1) + 1
 
     @cached_property
+    def base_vocab_size(self) -> int:
+        """The same without added tokens, which some models have but do not embed."""
+        return max(self._backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+    @cached_property
     def fingerprint(self) -> str:
         """The same for tokenizers with the same tokens, ids and merges, whatever file they came from."""
         merges = json.loads(self._backend.to_str())["model"].get("merges", [])

@@ -83,6 +83,10 @@ class GGUFCheckpoint(Checkpoint):
         return self._stored_names.get(name) or gguf_name(name)
 
     def copy_into(self, name: str, destination: Tensor) -> None:
+        if destination.device.type != "cpu":
+            # In one piece: many small copies to a device take longer than one tensor takes room.
+            destination.copy_(self.tensor(name, destination.dtype))
+            return
         tensor = self.file.tensors[self._stored_names[name]]
         rows = self._rows(name, tensor)
         # Destinations of several experts may be no contiguous whole, but each expert's rows are.
