@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
@@ -108,8 +108,10 @@ class LLM:
 
     # ---- as it comes -------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continue one prompt; yields the growing result after every step that adds to it."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Continue one prompt; yields the growing result after every step that adds to it. Closing it ends it."""
         name = self._next_name()
         self._add(name, prompt, sampling_params or SamplingParams())
         output = self.engine.output(name)

@@ -1,0 +1,162 @@
+"""Options of every command that runs a model. Names and meanings are those of `EngineConfig`, which checks them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from outrider.config import DEFAULT_MODEL, DTYPES, OPS, SANITIZER_LEVELS, SANITIZER_MODES, EngineConfig
+from outrider.errors import ConfigError
+
+MODEL = "Model"
+ENGINE = "Engine"
+CHECKING = "Checking"
+
+SPECULATIVE_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+_UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_DEFAULTS = EngineConfig()
+
+
+def byte_count(text: str | int) -> int:
+    """2147483648, 2G or 500m: small letters count in thousands, capitals in 1,024s."""
+    digits, unit = str(text), 1
+    if digits and digits[-1] in _UNITS:
+        digits, unit = digits[:-1], _UNITS[digits[-1]]
+    try:
+        return int(float(digits) * unit)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no number of bytes; write 2147483648 or 2G") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A built-in name, a directory, a .gguf file or a hub id.", rich_help_panel=MODEL
+        ),
+    ] = DEFAULT_MODEL
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(DTYPES)}. auto: float32 on a CPU.",
+            show_default=False,
+            rich_help_panel=MODEL,
+        ),
+    ] = _DEFAULTS.dtype
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False, rich_help_panel=MODEL)
+    ] = _DEFAULTS.device
+    num_threads: Annotated[
+        int | None,
+        typer.Option(help="Threads of CPU kernels. Default: one per core.", show_default=False, rich_help_panel=MODEL),
+    ] = None
+    ops: Annotated[
+        str, typer.Option(help=f"Which kernels: {', '.join(OPS)}.", show_default=False, rich_help_panel=MODEL)
+    ] = _DEFAULTS.ops
+
+    def settings(self) -> dict[str, Any]:
+        """As EngineConfig takes them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest prompt and output together. Default: what the model and the memory allow.",
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests that run at once.", rich_help_panel=ENGINE)] = (
+        _DEFAULTS.max_num_seqs
+    )
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most rows in one step; longer prompts come in chunks.", rich_help_panel=ENGINE)
+    ] = _DEFAULTS.max_num_batched_tokens
+    block_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache.", rich_help_panel=ENGINE)] = (
+        _DEFAULTS.block_size
+    )
+    no_enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--no-enable-prefix-caching",
+            help="Compute every prompt anew, even if prompts begin alike.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False
+    # The default, so that nobody needs it; scripts for other engines have it. As a pair the two would not fit
+    # into the width of a help page.
+    enable_prefix_caching: Annotated[bool, typer.Option("--enable-prefix-caching", hidden=True)] = False
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Memory for KV, such as 2G. Default: 2 GiB at most on a CPU, what is free on a GPU.",
+            parser=byte_count,
+            metavar="BYTES",
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=ENGINE)
+    ] = _DEFAULTS.gpu_memory_utilization
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How to draft, as JSON: '{SPECULATIVE_EXAMPLE}'.",
+            metavar="JSON",
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    sanitizer: Annotated[
+        str,
+        typer.Option(
+            help=f"Check every read and write of KV: {', '.join(SANITIZER_MODES)}.",
+            show_default=False,
+            rich_help_panel=CHECKING,
+        ),
+    ] = _DEFAULTS.sanitizer
+    sanitizer_level: Annotated[
+        str,
+        typer.Option(
+            help=f"{' or '.join(SANITIZER_LEVELS)}; bytes also verifies checksums of shared pages.",
+            show_default=False,
+            rich_help_panel=CHECKING,
+        ),
+    ] = _DEFAULTS.sanitizer_level
+
+    def settings(self) -> dict[str, Any]:
+        """As EngineConfig takes them, but for speculative_config, which is still the mapping that LLM takes."""
+        settings = asdict(self) | {"speculative_config": speculative_mapping(self.speculative_config)}
+        if settings.pop("no_enable_prefix_caching") and self.enable_prefix_caching:
+            raise ConfigError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other; give one")
+        return settings | {"enable_prefix_caching": not self.no_enable_prefix_caching}
+
+
+def speculative_mapping(text: str | None) -> dict[str, Any] | None:
+    """What --speculative-config says."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ConfigError(f"--speculative-config is no valid JSON ({problem}); write '{SPECULATIVE_EXAMPLE}'") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object such as '{SPECULATIVE_EXAMPLE}', got {text}")
+    return value
+
+
+def chosen_model(positional: str | None, options: ModelOptions) -> str:
+    """A model may be given as MODEL or as --model, but not as two different ones."""
+    if positional is None:
+        return options.model
+    if options.model not in (DEFAULT_MODEL, positional):
+        raise ConfigError(f"two models are given, {positional!r} and --model {options.model!r}; give one")
+    return positional

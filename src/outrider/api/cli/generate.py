@@ -1,0 +1,235 @@
+"""`outrider generate`: continue prompts from the command line, a file or a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions
+from outrider.api.cli.grouped import grouped
+from outrider.api.cli.sampling_options import SAMPLING, SamplingOptions
+from outrider.api.cli.terminal import errors, interruptible, loading, out, progress_bar, summary
+from outrider.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from outrider.api.llm import LLM, Prompt
+    from outrider.engine.outputs import RequestOutput
+    from outrider.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 128
+INTERRUPTED_EXIT_STATUS = 130
+HEADING_CHARACTERS = 60
+
+INPUT = "Prompts and output"
+GENERATE_HELP = (
+    "Continue one prompt or many.\n\n"
+    "Prompts come from the arguments, from [bold]--file[/bold], or from a pipe (which is one prompt). "
+    f"An answer has at most {DEFAULT_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
+    "[dim]Examples:[/dim]\n\n"
+    '  outrider generate "The capital of France is" --max-tokens 20\n\n'
+    '  outrider generate --chat "Name three rivers." --speculative-config \'{"method": "ngram"}\'\n\n'
+    "  outrider generate --file prompts.jsonl --json > results.jsonl"
+)
+
+
+@grouped
+def generate(
+    *,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue.", show_default=False)
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help='One prompt per line, or JSON lines with "prompt"; - reads standard input.',
+            show_default=False,
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat/--raw", help="Answer as in a conversation, or continue the text.", rich_help_panel=INPUT),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object per result on stdout, nothing else.", rich_help_panel=INPUT),
+    ] = False,
+    n: Annotated[int, typer.Option("--n", help="Continuations of each prompt.", rich_help_panel=SAMPLING)] = 1,
+    model: ModelOptions,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+) -> None:
+    texts = collect_prompts(prompts or [], file)
+    sampling.check(n=n)
+    settings = model.settings() | engine.settings()
+
+    from outrider.api.llm import LLM
+
+    with loading() as progress:
+        llm = LLM(progress=progress, **settings)
+    params = sampling.params(llm.engine.model.generation, max_tokens=DEFAULT_MAX_TOKENS, n=n)
+    inputs: list[Prompt] = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
+    if len(inputs) == 1 and n == 1 and not as_json:
+        _stream(llm, inputs[0], params)
+    else:
+        _run_all(llm, texts, inputs, params, as_json=as_json)
+
+
+def collect_prompts(given: Sequence[str], file: str | None) -> list[str]:
+    """From wherever they come; refuses empty ones."""
+    if given and file is not None:
+        raise ConfigError("prompts are given as arguments and by --file; give them in one way")
+    if file is not None:
+        return _prompts_of_file(file)
+    if given:
+        texts = list(given)
+    elif sys.stdin.isatty():
+        raise ConfigError('no prompt is given; try: outrider generate "The capital of France is"')
+    else:
+        texts = [_read("-").removesuffix("\n")]
+    for text in texts:
+        if not text.strip():
+            raise RequestError("the prompt is empty; give at least one word")
+    return texts
+
+
+def _read(file: str) -> str:
+    try:
+        if file == "-":
+            return sys.stdin.read()
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"cannot read {file}: {problem.strerror or problem}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is no UTF-8 text; convert it first") from None
+
+
+def _prompts_of_file(file: str) -> list[str]:
+    lines = [(number, line) for number, line in enumerate(_read(file).splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"{file} has no prompts; write one per line")
+    if not file.endswith(".jsonl") and _prompt_of_json(lines[0][1]) is None:
+        return [line for _number, line in lines]
+    prompts = []
+    for number, line in lines:
+        prompt = _prompt_of_json(line)
+        if prompt is None:
+            raise ConfigError(f'{file}, line {number} is no JSON object with a text "prompt": {line[:60]}')
+        prompts.append(prompt)
+    return prompts
+
+
+def _prompt_of_json(line: str) -> str | None:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    prompt = value.get("prompt") if isinstance(value, dict) else None
+    return prompt if isinstance(prompt, str) and prompt.strip() else None
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """One prompt: show the text as it comes."""
+    shown, started = 0, time.perf_counter()
+    output: RequestOutput | None = None
+    with interruptible() as interruption:
+        stream = llm.stream(prompt, params)
+        for output in stream:
+            text = output.outputs[0].text
+            typer.echo(text[shown:], nl=False)
+            shown = len(text)
+            if interruption.wanted:
+                stream.close()
+                break
+    typer.echo()
+    assert output is not None
+    _finish([output], llm, time.perf_counter() - started)
+    if interruption.wanted:
+        raise typer.Exit(INTERRUPTED_EXIT_STATUS)
+
+
+def _run_all(
+    llm: LLM, texts: Sequence[str], inputs: Sequence[Prompt], params: SamplingParams, *, as_json: bool
+) -> None:
+    started = time.perf_counter()
+    with progress_bar() as bar:
+        task = bar.add_task("prompts", total=len(inputs))
+        outputs = llm.generate(
+            list(inputs),
+            params,
+            on_step=lambda changed: bar.advance(task, sum(output.finished for output in changed)),
+        )
+    seconds = time.perf_counter() - started
+    for number, (text, output) in enumerate(zip(texts, outputs, strict=True)):
+        if as_json:
+            for record in result_records(number, text, output):
+                typer.echo(json.dumps(record))
+        else:
+            _print_result(number, len(outputs), text, output)
+    _finish(outputs, llm, seconds)
+
+
+def _finish(outputs: Sequence[RequestOutput], llm: LLM, seconds: float) -> None:
+    errors.print(summary(outputs, llm.engine.speculation, seconds), style="dim", soft_wrap=True)
+    failed = [output for output in outputs if output.error is not None]
+    for output in failed:
+        errors.print(Text(f"error: {output.error}", style="red"), soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_result(number: int, total: int, text: str, output: RequestOutput) -> None:
+    heading = " ".join(text.split())
+    if len(heading) > HEADING_CHARACTERS:
+        heading = heading[: HEADING_CHARACTERS - 1] + "…"
+    for continuation in output.outputs:
+        which = f", answer {continuation.index + 1} of {len(output.outputs)}" if len(output.outputs) > 1 else ""
+        out.print(Text(f"[{number + 1}/{total}{which}] {heading}", style="bold"), soft_wrap=True)
+        typer.echo(continuation.text.strip("\n"))
+        typer.echo()
+
+
+def result_records(number: int, prompt: str, output: RequestOutput) -> list[dict[str, Any]]:
+    """What --json prints: one object for each continuation."""
+    metrics, speculation = output.metrics, output.metrics.speculation
+    first, last = metrics.first_token_s, metrics.finished_s
+    shared = {
+        "metrics": {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "cached_tokens": metrics.cached_tokens,
+            "steps": metrics.steps,
+            "time_to_first_token_s": None if first is None else first - metrics.arrival_s,
+            "e2e_s": None if last is None else last - metrics.arrival_s,
+        },
+        "speculation": {
+            "drafts": speculation.drafts,
+            "draft_tokens": speculation.draft_tokens,
+            "accepted_tokens": speculation.accepted_tokens,
+            "accepted_at": speculation.accepted_at,
+            "mean_acceptance_length": speculation.mean_acceptance_length,
+        },
+        "error": output.error,
+    }
+    return [
+        {
+            "prompt_index": number,
+            "index": continuation.index,
+            "prompt": prompt,
+            "text": continuation.text,
+            "token_ids": continuation.token_ids,
+            "origins": [origin.value for origin in continuation.origins],
+            "finish_reason": continuation.finish_reason,
+            "stop_reason": continuation.stop_reason,
+            **shared,
+        }
+        for continuation in output.outputs
+    ]
