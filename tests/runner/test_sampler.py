@@ -14,6 +14,8 @@ from tests.runner.chi_square import chi_square_p
 from torch import Tensor
 
 from outrider.errors import RequestError
+from outrider.runner.logprobs import ranks, ranks_on_cpu
+from outrider.runner.request_sampling import TokenCounts
 from outrider.runner.sampler import FAILED, RequestSampling, Sampled, Sampler, SampleRow, token_logprobs
 from outrider.sampling import SamplingParams
 from outrider.speculative.verify import accept, verify
@@ -122,7 +124,7 @@ def test_tokens_have_the_distribution_that_the_settings_describe(name: str) -> N
     whole, split = request(OUTPUT, **fields), request(OUTPUT[:-1], **fields)
     rows = [SampleRow(whole, position) for position in range(DRAWS // 2)]
     for number in range(DRAWS // 2):
-        twin = split.fork(number + 1) if not split.penalised else split
+        twin = split.fork(number + 1) if split.history is None else split
         rows.append(SampleRow(twin, DRAWS + number, OUTPUT[-1:]))
     tokens = sample(logits.expand(DRAWS, VOCAB), rows).tokens
     expected = exact_distribution(logits[0].tolist(), whole.params, OUTPUT)
@@ -246,9 +248,9 @@ def test_a_fork_goes_its_own_way() -> None:
     twin = state.fork(1)
     twin.append([6, 6])
     assert (state.generated, twin.generated) == (1, 3)
-    assert state.counts is not None
-    assert twin.counts is not None
-    assert (float(state.counts[6]), float(twin.counts[6])) == (0.0, 2.0)
+    assert state.history is not None
+    assert twin.history is not None
+    assert [6 in history.after(())[0].tolist() for history in (state.history, twin.history)] == [False, True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -368,6 +370,28 @@ def test_only_rows_that_asked_get_logprobs_and_as_many_as_they_asked_for() -> No
     rows = [SampleRow(request(logprobs=count), 3) for count in (None, 0, 3, 20)]
     found = sample(logits_like(13, 4), rows).logprobs
     assert [entry and len(entry.top) for entry in found] == [None, 0, 3, 20]
+
+
+def test_ranks_are_the_same_by_either_way() -> None:
+    generator = torch.Generator().manual_seed(15)
+    for logits in (logits_like(15, 30), logits_like(16, 30).round(), torch.zeros(30, VOCAB)):
+        logits[:, 4] = -torch.inf
+        logits[:, 5:7] = -0.0
+        chosen = torch.randint(VOCAB, (30, 1), generator=generator)
+        for width in (0, 1, 7, VOCAB):
+            for one, other in zip(ranks(logits, chosen, width), ranks_on_cpu(logits, chosen, width), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_history_grows_with_the_text() -> None:
+    rng = random.Random(3)
+    text = [rng.randrange(500) for _ in range(900)]
+    history = TokenCounts()
+    for token in text:
+        history.add([token], 1.0)
+    tokens, counts = history.after((7, 7, 1000))
+    assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == Counter([*text, 7, 7, 1000])
+    assert dict(zip(*(column.tolist() for column in history.after(())), strict=True)) == Counter(text)
 
 
 def test_prompt_logprobs_of_many_rows_are_those_of_each_row() -> None:

@@ -5,8 +5,9 @@ Each kind is applied to all rows that want it at once. The loops below only coll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,7 @@ def edit(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     if biased:
         where = _index([(i, token) for i, token, _ in biased], logits.device)
         logits[where] += _column([value for *_, value in biased], logits.device)
-    _on_rows(logits, rows, lambda row: row.state.seen is not None, _repetition)
-    _on_rows(logits, rows, lambda row: row.state.counts is not None, _frequency_and_presence)
+    _penalise(logits, rows)
 
 
 def _forbid(logits: Tensor, masks: list[tuple[int, Tensor]]) -> None:
@@ -37,40 +37,30 @@ def _forbid(logits: Tensor, masks: list[tuple[int, Tensor]]) -> None:
         logits[where] = logits[where].masked_fill_(~torch.stack([mask for _, mask in masks]), -torch.inf)
 
 
-def _on_rows(
-    logits: Tensor,
-    rows: Sequence[SampleRow],
-    wanted: Callable[[SampleRow], bool],
-    change: Callable[[Tensor, list[SampleRow]], Tensor],
-) -> None:
-    chosen = [i for i, row in enumerate(rows) if wanted(row)]
-    if chosen:
-        where = torch.tensor(chosen, device=logits.device)
-        logits[where] = change(logits[where], [rows[i] for i in chosen])
-
-
-def _repetition(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    seen = torch.stack([row.state.seen for row in rows if row.state.seen is not None])
-    assumed = [(i, token) for i, row in enumerate(rows) for token in row.assumed]
-    if assumed:
-        seen[_index(assumed, logits.device)] = True
-    factors = [min(max(row.state.params.repetition_penalty, MILDEST), HARSHEST) for row in rows]
-    factor = _column(factors, logits.device)[:, None]
+def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Only at tokens that a penalty concerns: those of the prompt and the output."""
+    tokens, counts, numbers, lengths, factors = [], [], [], [], []
+    for i, row in enumerate(rows):
+        if row.state.history is not None:
+            own, often = row.state.history.after(row.assumed)
+            tokens.append(own)
+            counts.append(often)
+            numbers.append(i)
+            lengths.append(len(own))
+            params = row.state.params
+            factor = min(max(params.repetition_penalty, MILDEST), HARSHEST)
+            factors.append((factor, params.frequency_penalty, params.presence_penalty))
+    if not numbers:
+        return
+    where = torch.from_numpy(np.stack([np.repeat(numbers, lengths), np.concatenate(tokens)])).to(logits.device)
+    count = torch.from_numpy(np.concatenate(counts)).to(logits.device)
+    repeated = np.repeat(np.array(factors, dtype=np.float32), lengths, axis=0)
+    repetition, frequency, presence = torch.from_numpy(repeated).to(logits.device).unbind(dim=-1)
+    x = logits[where[0], where[1]]
+    x = torch.where(x > 0, x / repetition, x * repetition)
     # An overflow upwards would look like a broken model; downwards it only means "impossible".
-    penalised = torch.where(logits > 0, logits / factor, logits * factor).clamp_(max=torch.finfo(torch.float32).max)
-    return torch.where(seen, penalised, logits)
-
-
-def _frequency_and_presence(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    counts = torch.stack([row.state.counts for row in rows if row.state.counts is not None])
-    assumed = [(i, token) for i, row in enumerate(rows) for token in row.assumed]
-    if assumed:
-        # Accumulates: one token may be assumed twice. Sums of small whole numbers are exact in any order.
-        one = torch.ones((), device=logits.device)
-        counts.index_put_(_index(assumed, logits.device), one, accumulate=True)
-    frequency = _column([row.state.params.frequency_penalty for row in rows], logits.device)[:, None]
-    presence = _column([row.state.params.presence_penalty for row in rows], logits.device)[:, None]
-    return logits - frequency * counts - presence * (counts > 0)
+    x = x.clamp_(max=torch.finfo(torch.float32).max) - frequency * count - presence * (count > 0)
+    logits[where[0], where[1]] = x
 
 
 def _index(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

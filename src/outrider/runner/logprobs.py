@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,26 +33,50 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), ROWS_AT_ONCE):
         end = start + ROWS_AT_ONCE
-        found += _few(logits[start:end], tokens[start:end], counts[start:end])
+        some = logits[start:end]
+        width = min(max(counts[start:end]), logits.shape[-1])
+        rank = ranks_on_cpu if some.device.type == "cpu" else ranks
+        chosen = torch.tensor(tokens[start:end], device=logits.device)[:, None]
+        own, best = rank(some, chosen, width)
+        logprobs = some.log_softmax(dim=-1)
+        columns = zip(
+            tokens[start:end],
+            logprobs.gather(-1, chosen)[:, 0].tolist(),
+            own.tolist(),
+            best.tolist(),
+            logprobs.gather(-1, best).tolist(),
+            counts[start:end],
+            strict=True,
+        )
+        for token, logprob, place, ids, values, count in columns:
+            top = tuple(zip(ids[:count], values[:count], strict=True))
+            found.append(TokenLogprobs(token, logprob, place, top))
     return found
 
 
-def _few(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+def ranks(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The chosen tokens' ranks, and the `width` best tokens: [rows], [rows, width].
+
+    By logits, not log-probabilities: rounding makes some of those equal.
+    """
     level = logits.gather(-1, chosen)
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    # By logits, not log-probabilities: rounding makes some of those equal.
     better = (logits > level) | ((logits == level) & (ids < chosen))
-    ranks = (better.sum(dim=-1) + 1).tolist()
-    own = logprobs.gather(-1, chosen)[:, 0].tolist()
-    width = min(max(counts), logits.shape[-1])
-    best = _ranking(logits, ids).topk(width, dim=-1).indices
-    best_ids, best_logprobs = best.tolist(), logprobs.gather(-1, best).tolist()
-    return [
-        TokenLogprobs(token, own[i], ranks[i], tuple(zip(best_ids[i][:count], best_logprobs[i][:count], strict=True)))
-        for i, (token, count) in enumerate(zip(tokens, counts, strict=True))
-    ]
+    return better.sum(dim=-1) + 1, _ranking(logits, ids).topk(width, dim=-1).indices
+
+
+def ranks_on_cpu(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The same, without passes over 64-bit copies of everything."""
+    own = torch.empty(len(logits), dtype=torch.int64)
+    best = torch.empty(len(logits), width, dtype=torch.int64)
+    for i, (row, token) in enumerate(zip(logits.numpy(), chosen[:, 0].tolist(), strict=True)):
+        own[i] = 1 + int(np.count_nonzero(row > row[token])) + int(np.count_nonzero(row[:token] == row[token]))
+        if width:
+            last = np.partition(row, -width)[-width]
+            candidates = np.flatnonzero(row >= last)  # in the order of their ids, which a stable sort keeps
+            order = np.argsort(-row[candidates], kind="stable")[:width]
+            best[i] = torch.from_numpy(candidates[order])
+    return own, best
 
 
 def _ranking(logits: Tensor, ids: Tensor) -> Tensor:

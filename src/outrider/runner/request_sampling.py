@@ -6,12 +6,51 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import RequestError
 from outrider.kernels.portable import fork_seed
 from outrider.sampling import SamplingParams
+
+
+class TokenCounts:
+    """Different tokens, and how often each is in the output: arrays that grow, so that a step need not rebuild them."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+        self._tokens: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        self._counts: NDArray[np.float32] = np.zeros(64, dtype=np.float32)
+
+    def add(self, tokens: Iterable[int], times: float) -> None:
+        """`times` 0: only note that they are there."""
+        for token in tokens:
+            slot = self._slots.setdefault(token, len(self._slots))
+            if slot == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._tokens[slot] = token
+            self._counts[slot] += times
+
+    def after(self, assumed: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens and counts as they would be with the assumed tokens in the output. Not to be kept or changed."""
+        end = len(self._slots)
+        tokens, counts = self._tokens[:end], self._counts[:end]
+        if assumed:
+            new = [token for token in dict.fromkeys(assumed) if token not in self._slots]
+            tokens = np.concatenate([tokens, np.array(new, dtype=np.int64)])
+            counts = np.concatenate([counts, np.zeros(len(new), dtype=np.float32)])
+            for token in assumed:
+                counts[self._slots[token] if token in self._slots else end + new.index(token)] += 1.0
+        return tokens, counts
+
+    def copy(self) -> TokenCounts:
+        twin = TokenCounts()
+        twin._slots = dict(self._slots)
+        twin._tokens, twin._counts = self._tokens.copy(), self._counts.copy()
+        return twin
 
 
 class RequestSampling:
@@ -44,51 +83,44 @@ class RequestSampling:
         self.seed = fork_seed(seed, fork)
         self.generated = 0
         self.greedy = params.greedy
-        self.suppressed = tuple(sorted({*eos_token_ids, *params.stop_tokens}))
+        self.suppressed = tuple(sorted({*params.stop_tokens, *(eos for eos in eos_token_ids if eos < vocab_size)}))
         """Impossible until min_tokens is reached, even where ignore_eos makes end-of-text an ordinary token."""
         self.min_tokens = params.min_tokens if self.suppressed else 0
         self.bias = tuple((params.logit_bias or {}).items())
         self.allowed: Tensor | None = None
+        """bool [vocab]"""
         if params.allowed_token_ids is not None:
-            self.allowed = self._marked(params.allowed_token_ids)
-        self.seen: Tensor | None = None
-        """bool [vocab]: the token is in the prompt or the output. Only for repetition_penalty."""
-        if params.repetition_penalty != 1.0:
-            self.seen = self._marked(prompt)
-        self.counts: Tensor | None = None
-        """float32 [vocab]: how often the token is in the output. Only for the other two penalties."""
-        if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
-            self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=self.device)
-        self.penalised = self.seen is not None or self.counts is not None
-        self.edits = self.penalised or self.allowed is not None or bool(self.bias)
+            self.allowed = torch.zeros(vocab_size, dtype=torch.bool, device=self.device)
+            self.allowed[torch.tensor(params.allowed_token_ids, device=self.device)] = True
+        self.history: TokenCounts | None = None
+        if params.penalises:
+            self.history = TokenCounts()
+            if params.repetition_penalty != 1.0:  # the other two do not look at the prompt
+                self._check(prompt)
+                self.history.add(prompt, 0.0)
+        self.edits = self.history is not None or self.allowed is not None or bool(self.bias)
         """Are the logits changed at every row?"""
         self.append(output)
 
     def append(self, tokens: Sequence[int]) -> None:
         """These tokens were committed."""
         self.generated += len(tokens)
-        for token in tokens if self.penalised else ():
-            if self.seen is not None:
-                self.seen[token] = True
-            if self.counts is not None:
-                self.counts[token] += 1.0
+        if self.history is not None:
+            self._check(tokens)
+            self.history.add(tokens, 1.0)
 
     def fork(self, number: int) -> RequestSampling:
         """Another continuation that shares what was committed so far, with noise of its own."""
         twin = object.__new__(RequestSampling)
         twin.__dict__.update(self.__dict__)
         twin.seed = fork_seed(self.request_seed, number)
-        twin.seen = None if self.seen is None else self.seen.clone()
-        twin.counts = None if self.counts is None else self.counts.clone()
+        twin.history = None if self.history is None else self.history.copy()
         return twin
 
-    def _marked(self, tokens: Sequence[int]) -> Tensor:
-        # Checked here because an index out of range ends the whole process on CUDA.
+    def _check(self, tokens: Sequence[int]) -> None:
+        # An index out of range ends the whole process on CUDA.
         if len(tokens) and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             raise RequestError(f"every token id must be from 0 to {self.vocab_size - 1}, the model's vocabulary")
-        marked = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-        marked[torch.tensor(tokens, dtype=torch.int64, device=self.device)] = True
-        return marked
 
 
 class SampleRow(NamedTuple):
