@@ -1,0 +1,363 @@
+"""Attention of rows over pages of keys and values.
+
+Keys are taken in blocks of BLOCK positions that begin at multiples of BLOCK. A block's result (its largest score,
+its sum of weights, its weighted values) depends on nothing but the row and the block, and blocks are merged in
+order: so a row's result is the same however rows are grouped, blocks are shared out, or pages are cut.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
+from outrider.kernels.jobs import CHUNKS, set_word, word
+from outrider.kernels.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from outrider.kernels.rotate import (
+    DIM,
+    FIRST_KEY,
+    HEADS,
+    KEY_HEAD,
+    KEY_PAGE,
+    KEY_TOKEN,
+    KEYS,
+    KV_HEADS,
+    NEXT,
+    OUT,
+    OUT_STRIDE,
+    PAGE_TOKENS,
+    QUERIES,
+    ROWS,
+    SEQUENCE,
+    SINKS,
+    SOFTCAP,
+    STOP_KEY,
+    TABLE_STRIDE,
+    TABLES,
+    VALUE_HEAD,
+    VALUE_PAGE,
+    VALUE_TOKEN,
+    VALUES,
+)
+from outrider.kernels.softmax import exponential, weights_of_scores
+from outrider.kernels.tiles import COLUMNS, dot_tile, mix_tile
+from outrider.kernels.vector import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    ITEM_BYTES,
+    LANE_BYTES,
+    LANES,
+    div,
+    fma,
+    load,
+    mul,
+    splat,
+    store,
+    store_part,
+)
+
+(PLAN, PARTS, BLOCKS, MODE) = range(NEXT, NEXT + 4)
+"""PLAN: where tiles are listed, as first row and number of rows. PARTS: blocks' results, where blocks are shared
+out. MODE: one of the next three."""
+_TILE, _PART, _MERGE = range(3)
+
+BLOCK = 256
+TILE_ROWS = 16
+_HEADS = 4
+_VECTORS = 4 if LANES == 16 else 2
+_NOTHING = np.float32(-np.inf)
+
+# Bound anew for each way of storing keys and values.
+_vector_bytes = LANE_BYTES
+_one = _two = _three = _four = _thin = UNBOUND
+_scores_of_item = _mixture_of_item = _block_result = _tile = _part = UNBOUND
+
+
+def part_bytes(dim: int) -> int:
+    """A result for one head: largest score and sum of weights, then the values."""
+    return LANE_BYTES + (dim + LANES - 1) // LANES * LANE_BYTES
+
+
+def scratch_bytes(heads: int, kv_heads: int, dim: int) -> int:
+    """What a thread needs: two lists of addresses, a block's scores, its result, and a tile's running results."""
+    share = heads // kv_heads
+    return 16 * BLOCK + share * (4 * BLOCK + (TILE_ROWS + 1) * part_bytes(dim))
+
+
+def _scores(queries, share, dim, keys, count, out):
+    """Every head's scores with the listed keys."""
+    last = count - count % COLUMNS
+    q_stride, s_stride = 4 * dim, 4 * BLOCK
+    for head in range(0, share, _HEADS):
+        heads = min(_HEADS, share - head)
+        q, o = queries + head * q_stride, out + head * s_stride
+        if heads == 1:
+            for t in range(0, last, COLUMNS):
+                _one(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+        elif heads == 2:
+            for t in range(0, last, COLUMNS):
+                _two(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+        elif heads == 3:
+            for t in range(0, last, COLUMNS):
+                _three(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+        else:
+            for t in range(0, last, COLUMNS):
+                _four(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+        for t in range(last, count):
+            for each in range(heads):
+                _thin(q + each * q_stride, q_stride, keys + 8 * t, 0, dim, o + each * s_stride + 4 * t, 0, 0)
+
+
+def _mixture(weights, share, dim, values, count, out, out_stride):
+    """Every head's weighted sum of the listed values."""
+    w_stride = 4 * BLOCK
+    vectors = dim // LANES
+    wide = vectors - vectors % _VECTORS
+    for head in range(0, share, _HEADS):
+        heads = min(_HEADS, share - head)
+        w, o = weights + head * w_stride, out + head * out_stride
+        for number in range(0, wide, _VECTORS):
+            offset, target = number * _vector_bytes, o + number * LANE_BYTES
+            if heads == 1:
+                _one(w, w_stride, values, offset, count, target, out_stride, 0)
+            elif heads == 2:
+                _two(w, w_stride, values, offset, count, target, out_stride, 0)
+            elif heads == 3:
+                _three(w, w_stride, values, offset, count, target, out_stride, 0)
+            else:
+                _four(w, w_stride, values, offset, count, target, out_stride, 0)
+        for each in range(heads):
+            # What is left of the row: single vectors, the last of them perhaps not whole.
+            for number in range(wide, (dim + LANES - 1) // LANES):
+                target, lanes = o + each * out_stride + number * LANE_BYTES, dim - number * LANES
+                _thin(w + each * w_stride, 0, values, number * _vector_bytes, count, target, 0, lanes)
+
+
+@njit(**OPTIONS)
+def _list_addresses(job, line, kv_head, first, stop, keys, values):
+    """Where the keys and values of positions [first, stop) lie. Kernels then know nothing of pages."""
+    page_tokens = word(job, PAGE_TOKENS)
+    table = word(job, TABLES) + line * word(job, TABLE_STRIDE)
+    key_base = word(job, KEYS) + kv_head * word(job, KEY_HEAD)
+    value_base = word(job, VALUES) + kv_head * word(job, VALUE_HEAD)
+    key_step, value_step = word(job, KEY_TOKEN), word(job, VALUE_TOKEN)
+    at = first
+    while at < stop:
+        number = at // page_tokens
+        offset = at - number * page_tokens
+        end = min(stop, at + page_tokens - offset)
+        page = np.int64(load_i32(table + 4 * number))
+        key = key_base + page * word(job, KEY_PAGE) + offset * key_step
+        value = value_base + page * word(job, VALUE_PAGE) + offset * value_step
+        for position in range(at, end):
+            store_i64(keys + 8 * (position - first), key)
+            store_i64(values + 8 * (position - first), value)
+            key += key_step
+            value += value_step
+        at = end
+
+
+def _attend_block(job, row, kv_head, keys, values, count, scores, part):
+    """The block's result for each head of the row that reads this kv head."""
+    heads, dim = word(job, HEADS), word(job, DIM)
+    share = heads // word(job, KV_HEADS)
+    stride = LANE_BYTES + (dim + LANES - 1) // LANES * LANE_BYTES
+    queries = word(job, QUERIES) + (row * heads + kv_head * share) * dim * 4
+    _scores_of_item(queries, share, dim, keys, count, scores)
+    softcap = load_f32(job + 8 * SOFTCAP)
+    for head in range(share):
+        weights_of_scores(scores + head * BLOCK * 4, count, softcap, part + head * stride)
+    _mixture_of_item(scores, share, dim, values, count, part + LANE_BYTES, stride)
+
+
+@njit(**OPTIONS)
+def _merge(running, part, share, stride):
+    """Add a block's result to the running one."""
+    for head in range(share):
+        r, p = running + head * stride, part + head * stride
+        before, here = load_f32(r), load_f32(p)
+        most = max(before, here)
+        old, new = exponential(before - most), exponential(here - most)
+        store_f32(r, most)
+        store_f32(r + 4, load_f32(r + 4) * old + load_f32(p + 4) * new)
+        for at in range(LANE_BYTES, stride, LANE_BYTES):
+            store(r + at, fma(load(r + at), splat(old), mul(load(p + at), splat(new))))
+
+
+@njit(**OPTIONS)
+def _begin(running, share, stride):
+    for head in range(share):
+        for at in range(0, stride, LANE_BYTES):
+            store(running + head * stride + at, splat(np.float32(0.0)))
+        store_f32(running + head * stride, _NOTHING)
+
+
+@njit(**OPTIONS)
+def _end(job, row, kv_head, running, share, stride):
+    """Add the sink, divide by the sum of weights. A row without keys gives zeros."""
+    dim, sinks = word(job, DIM), word(job, SINKS)
+    for head in range(share):
+        r, number = running + head * stride, kv_head * share + head
+        sum_of_weights, factor = load_f32(r + 4), np.float32(1.0)
+        if sinks != 0:
+            sink, here = load_f32(sinks + 4 * number), load_f32(r)
+            most = max(sink, here)
+            factor = exponential(here - most)
+            sum_of_weights = sum_of_weights * factor + exponential(sink - most)
+        out = word(job, OUT) + row * word(job, OUT_STRIDE) + number * dim * 4
+        below = sum_of_weights if sum_of_weights != np.float32(0.0) else np.float32(1.0)
+        for at in range(0, dim, LANES):
+            value = mul(load(r + LANE_BYTES + 4 * at), splat(factor))
+            store_part(out + 4 * at, div(value, splat(below)), dim - at)
+
+
+@njit(**OPTIONS)
+def _range_of(job, row):
+    first = np.int64(load_i32(word(job, FIRST_KEY) + 4 * row))
+    stop = np.int64(load_i32(word(job, STOP_KEY) + 4 * row))
+    return first, max(first, stop)
+
+
+def _attend_tile(job, chunk, scratch):
+    """All blocks of one tile of rows for one kv head: a block is used for all rows while it is in the cache."""
+    kv_heads, dim = word(job, KV_HEADS), word(job, DIM)
+    share = word(job, HEADS) // kv_heads
+    stride = LANE_BYTES + (dim + LANES - 1) // LANES * LANE_BYTES
+    tile, kv_head = chunk // kv_heads, chunk % kv_heads
+    first_row, rows = load_i64(word(job, PLAN) + 16 * tile), load_i64(word(job, PLAN) + 16 * tile + 8)
+    keys, values = scratch, scratch + 8 * BLOCK
+    scores = values + 8 * BLOCK
+    part = scores + share * 4 * BLOCK
+    running = part + share * stride
+    line = np.int64(load_i32(word(job, SEQUENCE) + 4 * first_row))
+    low, high = _range_of(job, first_row)
+    for number in range(rows):
+        _begin(running + number * share * stride, share, stride)
+        first, stop = _range_of(job, first_row + number)
+        low, high = min(low, first), max(high, stop)
+    for begin in range(low // BLOCK * BLOCK, high, BLOCK):
+        base = max(begin, low)
+        _list_addresses(job, line, kv_head, base, min(begin + BLOCK, high), keys, values)
+        for number in range(rows):
+            first, stop = _range_of(job, first_row + number)
+            first, stop = max(first, begin), min(stop, begin + BLOCK)
+            if first < stop:
+                at = 8 * (first - base)
+                _block_result(job, first_row + number, kv_head, keys + at, values + at, stop - first, scores, part)
+                _merge(running + number * share * stride, part, share, stride)
+    for number in range(rows):
+        _end(job, first_row + number, kv_head, running + number * share * stride, share, stride)
+
+
+def _attend_part(job, chunk, scratch):
+    """One block of one row for one kv head, kept for `_merge_row`."""
+    kv_heads, dim, blocks = word(job, KV_HEADS), word(job, DIM), word(job, BLOCKS)
+    share = word(job, HEADS) // kv_heads
+    stride = LANE_BYTES + (dim + LANES - 1) // LANES * LANE_BYTES
+    row, kv_head, block = chunk // (kv_heads * blocks), chunk // blocks % kv_heads, chunk % blocks
+    keys, values = scratch, scratch + 8 * BLOCK
+    scores = values + 8 * BLOCK
+    first, stop = _range_of(job, row)
+    begin = (first // BLOCK + block) * BLOCK
+    first, stop = max(first, begin), min(stop, begin + BLOCK)
+    if first < stop:
+        line = np.int64(load_i32(word(job, SEQUENCE) + 4 * row))
+        _list_addresses(job, line, kv_head, first, stop, keys, values)
+        part = word(job, PARTS) + chunk * share * stride
+        _block_result(job, row, kv_head, keys, values, stop - first, scores, part)
+
+
+@njit(**OPTIONS)
+def _merge_row(job, row, scratch):
+    kv_heads, dim, blocks = word(job, KV_HEADS), word(job, DIM), word(job, BLOCKS)
+    share = word(job, HEADS) // kv_heads
+    stride = LANE_BYTES + (dim + LANES - 1) // LANES * LANE_BYTES
+    first, stop = _range_of(job, row)
+    for kv_head in range(kv_heads):
+        _begin(scratch, share, stride)
+        if first < stop:
+            for block in range((stop - 1) // BLOCK - first // BLOCK + 1):
+                part = word(job, PARTS) + ((row * kv_heads + kv_head) * blocks + block) * share * stride
+                _merge(scratch, part, share, stride)
+        _end(job, row, kv_head, scratch, share, stride)
+
+
+def attend(job, chunk, scratch):
+    mode = word(job, MODE)
+    if mode == _TILE:
+        _tile(job, chunk, scratch)
+    elif mode == _PART:
+        _part(job, chunk, scratch)
+    else:
+        _merge_row(job, chunk, scratch)
+
+
+def _kernel(item: int) -> Kernel:
+    names = ("_one", "_two", "_three", "_four")
+    dots = {name: dot_tile(heads, COLUMNS, item, listed=True) for heads, name in enumerate(names, 1)}
+    mixes = {name: mix_tile(heads, _VECTORS, item) for heads, name in enumerate(names, 1)}
+    scores = part(_scores, item, _thin=dot_tile(1, 1, item, listed=True), **dots)
+    thin_mix = mix_tile(1, 1, item, partial=True)
+    mixture = part(_mixture, item, _thin=thin_mix, _vector_bytes=LANES * ITEM_BYTES[item], **mixes)
+    block = part(_attend_block, item, _scores_of_item=scores, _mixture_of_item=mixture)
+    tile, one_part = part(_attend_tile, item, _block_result=block), part(_attend_part, item, _block_result=block)
+    return Kernel(attend, item, _tile=tile, _part=one_part)
+
+
+ATTEND = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
+
+
+@njit(**OPTIONS)
+def _blocks_of_rows(job):
+    """The most blocks that any row reads."""
+    most = 1
+    for row in range(word(job, ROWS)):
+        first, stop = _range_of(job, row)
+        if first < stop:
+            most = max(most, (stop - 1) // BLOCK - first // BLOCK + 1)
+    return most
+
+
+@njit(**OPTIONS)
+def plan_attend(job, threads, parts_max):
+    """Share out whole tiles where there are enough of them, else blocks, if there is room to keep their results."""
+    rows, kv_heads = word(job, ROWS), word(job, KV_HEADS)
+    blocks = _blocks_of_rows(job)
+    chunks = rows * kv_heads * blocks
+    if blocks > 1 and threads > 1 and rows * kv_heads < 8 * threads and chunks <= parts_max:
+        set_word(job, BLOCKS, blocks)
+        set_word(job, MODE, _PART)
+        set_word(job, CHUNKS, chunks)
+        return
+    rows_max = max(1, min(TILE_ROWS, rows * kv_heads // (4 * threads)))
+    plan, tiles = word(job, PLAN), 0
+    row = 0
+    while row < rows:
+        line = load_i32(word(job, SEQUENCE) + 4 * row)
+        low, high = _range_of(job, row)
+        count = 1
+        while row + count < rows and count < rows_max:
+            if load_i32(word(job, SEQUENCE) + 4 * (row + count)) != line:
+                break
+            first, stop = _range_of(job, row + count)
+            if first > high or stop < low:  # pages between the two ranges may be gone
+                break
+            low, high = min(low, first), max(high, stop)
+            count += 1
+        store_i64(plan + 16 * tiles, row)
+        store_i64(plan + 16 * tiles + 8, count)
+        tiles += 1
+        row += count
+    set_word(job, MODE, _TILE)
+    set_word(job, CHUNKS, tiles * kv_heads)
+
+
+@njit(**OPTIONS)
+def plan_merge(job):
+    """Whether parts are left to be merged."""
+    if word(job, MODE) != _PART:
+        return False
+    set_word(job, MODE, _MERGE)
+    set_word(job, CHUNKS, word(job, ROWS))
+    return True

@@ -1,0 +1,87 @@
+"""How kernels are compiled: once per way of storing numbers, each on its own, kept on disk.
+
+A kernel is a C function of (job, chunk, scratch), called by address. Were kernels called by name, the compiler would
+take each apart again in everything that calls it: minutes instead of seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any, cast
+
+from numba import cfunc, njit
+
+from outrider.kernels.vector import BFLOAT16, FLOAT16, FLOAT32
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+UNBOUND: Any = None
+"""Stands for a name that `specialised` binds."""
+ITEMS = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16"}
+_SOURCES = (
+    "activations",
+    "attention",
+    "compiling",
+    "jobs",
+    "linear",
+    "memory",
+    "norm",
+    "pool",
+    "rotate",
+    "softmax",
+    "tiles",
+    "vector",
+)
+
+
+@cache
+def _fingerprint() -> str:
+    """Of all sources a kernel may be made of: Numba's own check sees only the file that the function is in."""
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def specialised(function: Callable[..., Any], name: str, **names: Any) -> Callable[..., Any]:
+    """The function with some of its global names bound to something else, under a name of its own."""
+    original = cast(FunctionType, function)
+    copy = FunctionType(original.__code__, {**original.__globals__, **names}, name)
+    copy.__qualname__ = name
+    copy.__module__ = original.__module__
+    return copy
+
+
+def part(function: Callable[..., Any], item: int, **names: Any) -> Any:
+    """A piece of a kernel for one way of storing numbers."""
+    return njit(**OPTIONS)(specialised(function, f"{function.__name__}_{ITEMS[item]}", **names))
+
+
+class Kernel:
+    """A C function void(job, chunk, scratch), compiled or read from disk when its address is first asked for."""
+
+    def __init__(self, function: Callable[..., Any], item: int, **names: Any) -> None:
+        self.name = f"{function.__name__}_{ITEMS[item]}"
+        self._function = specialised(function, f"{self.name}_{_fingerprint()}", **names)
+        self._compiled: Any = None
+
+    @property
+    def address(self) -> int:
+        if self._compiled is None:
+            self._compiled = cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(self._function)
+        return cast(int, self._compiled.address)
+
+
+class Entry:
+    """A function called from Python with the interpreter's lock released."""
+
+    def __init__(self, function: Callable[..., Any], signature: str) -> None:
+        named = specialised(function, f"{function.__name__}_{_fingerprint()}")
+        self._signature = signature
+        self.call: Any = njit(cache=True, **OPTIONS)(named)
+
+    def compile(self) -> None:
+        self.call.compile(self._signature)

@@ -1,0 +1,159 @@
+"""Threads that share out a job's chunks, and the one compiled function through which everything is called.
+
+The caller works too. Chunks are taken one at a time from a counter, so a thread that the system holds up, or that
+is still asleep, delays nobody: the others take its chunks. A thread without work watches for more for some tens of
+microseconds, the usual gap between two calls, and then sleeps in the kernel: on a busy machine nobody burns a core.
+
+The counter and the number of the job share one word. A late thread takes a chunk only by changing that word from
+what it read before it read the job, so it can neither take a chunk of a job that is over nor mix two jobs up.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from outrider.kernels.attention import plan_attend, plan_merge
+from outrider.kernels.compiling import OPTIONS, Entry
+from outrider.kernels.jobs import CHUNKS, KERNEL, SCRATCH, SCRATCH_BYTES, set_word, word
+from outrider.kernels.linear import plan_linear
+from outrider.kernels.memory import (
+    atomic_add,
+    atomic_claim,
+    atomic_load,
+    atomic_swap,
+    call_kernel,
+    futex_wait,
+    futex_wake,
+    pause,
+    store_i64,
+)
+from outrider.kernels.norm import plan_norm
+from outrider.kernels.rotate import ATTEND_KERNEL, plan_rotate
+
+# Words of the pool, a cache line apart.
+TICKET, JOB, LIMIT, DONE, ASLEEP, WAITING, BUSY, STOP, THREADS = (64 * line for line in range(9))
+"""Number of the job (high half) and next chunk (low half); the job; its chunks; chunks done; threads asleep; whether
+the caller sleeps; whether the pool is in use; whether threads should end; how many there are, with the caller."""
+POOL_BYTES = 64 * 9
+
+_CLOSED = 0x7FFFFFFF
+_SPINS = 1500  # of `pause`, some 40 ns each
+
+RUN_NORM, RUN_LINEAR, RUN_ATTEND = range(3)
+"""What a caller can ask for. RUN_LINEAR: its parameter is the job of a norm to begin with, or 0. RUN_ATTEND: its
+parameter says for how many blocks there is room for parts."""
+
+
+@njit(**OPTIONS)
+def _execute(job, chunk, thread):
+    call_kernel(word(job, KERNEL), job, chunk, word(job, SCRATCH) + thread * word(job, SCRATCH_BYTES))
+
+
+@njit(**OPTIONS)
+def _take_chunks(pool, thread):
+    """Work until no chunk is left; the ticket as last seen."""
+    while True:
+        ticket = atomic_load(pool + TICKET)
+        # Read with the ticket, not from the job: a job that is over may be gone. The closed counter exceeds any limit.
+        job, chunks = atomic_load(pool + JOB), atomic_load(pool + LIMIT)
+        chunk = ticket & 0xFFFFFFFF
+        if chunk >= chunks:
+            return ticket
+        if atomic_claim(pool + TICKET, ticket, ticket + 1):
+            _execute(job, chunk, thread)
+            if atomic_add(pool + DONE, 1) + 1 == chunks and atomic_load(pool + WAITING) != 0:
+                futex_wake(pool + DONE)
+
+
+@njit(**OPTIONS)
+def _serve(pool, thread):
+    """A thread's life."""
+    while atomic_load(pool + STOP) == 0:
+        seen = _take_chunks(pool, thread)
+        spins = 0
+        while atomic_load(pool + TICKET) == seen:
+            spins += 1
+            if spins < _SPINS:
+                pause()
+                continue
+            atomic_add(pool + ASLEEP, 1)
+            # The number of the job is what is slept on: the high half of the ticket.
+            if atomic_load(pool + TICKET) == seen and atomic_load(pool + STOP) == 0:
+                futex_wait(pool + TICKET + 4, seen >> 32)
+            atomic_add(pool + ASLEEP, -1)
+            spins = 0
+            if atomic_load(pool + STOP) != 0:
+                return
+
+
+@njit(**OPTIONS)
+def _share_out(pool, job, shared):
+    chunks = word(job, CHUNKS)
+    if chunks <= 1 or not shared:
+        for chunk in range(chunks):
+            _execute(job, chunk, 0)
+        return
+    number = ((atomic_load(pool + TICKET) >> 32) + 1) & 0x7FFFFFFF
+    # Closed while the job is being replaced: nobody can claim a chunk of the old one with the new one's limits.
+    atomic_swap(pool + TICKET, (number << 32) | _CLOSED)
+    store_i64(pool + JOB, job)
+    store_i64(pool + LIMIT, chunks)
+    store_i64(pool + DONE, 0)
+    atomic_swap(pool + TICKET, number << 32)
+    if atomic_load(pool + ASLEEP) != 0:
+        futex_wake(pool + TICKET + 4)
+    _take_chunks(pool, 0)
+    spins = 0
+    while atomic_load(pool + DONE) != chunks:
+        spins += 1
+        if spins < _SPINS:
+            pause()
+            continue
+        atomic_swap(pool + WAITING, 1)
+        done = atomic_load(pool + DONE)
+        if done != chunks:
+            futex_wait(pool + DONE, done)
+        atomic_swap(pool + WAITING, 0)
+
+
+@njit(**OPTIONS)
+def _run(pool, job, what, parameter):
+    threads = atomic_load(pool + THREADS)
+    # A caller who finds the pool in use works alone.
+    shared = threads > 1 and atomic_claim(pool + BUSY, 0, 1)
+    if what == RUN_NORM:
+        plan_norm(job)
+        _share_out(pool, job, shared)
+    elif what == RUN_LINEAR:
+        if parameter != 0:
+            plan_norm(parameter)
+            _share_out(pool, parameter, shared)
+        plan_linear(job, threads)
+        _share_out(pool, job, shared)
+    elif what == RUN_ATTEND:
+        plan_rotate(job)
+        _share_out(pool, job, shared)
+        set_word(job, KERNEL, word(job, ATTEND_KERNEL))
+        plan_attend(job, threads if shared else 1, parameter)
+        _share_out(pool, job, shared)
+        if plan_merge(job):
+            _share_out(pool, job, False)
+    if shared:
+        atomic_swap(pool + BUSY, 0)
+
+
+def enter(pool, job, what, parameter):
+    """Without a job: serve the pool as thread number `what`, or wake those who do."""
+    if job == 0 and what == 0:
+        futex_wake(pool + TICKET + 4)
+    elif job == 0:
+        _serve(pool, what)
+    else:
+        _run(pool, job, what, parameter)
+
+
+ENTER = Entry(enter, "void(int64, int64, int64, int64)")
+
+
+def wake_all(pool: int) -> None:
+    ENTER.call(pool, 0, 0, 0)

@@ -1,0 +1,210 @@
+"""The two inner loops, each over a tile that stays in registers.
+
+`dot_tile`: sums of products of a few rows with a few weight rows (or queries with keys).
+`mix_tile`: weighted sums of value rows for a few heads.
+
+Exactness rests here. A sum of products has one vector accumulator, updated in order along the row, and then one
+fixed tree over its lanes; a weighted sum takes its rows in order. Neither depends on the tile it is computed in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from outrider.kernels.memory import F32, I64, Builder, emit_prefetch, pointer
+from outrider.kernels.vector import (
+    FLOAT32,
+    ITEM_BYTES,
+    LANE_BYTES,
+    LANES,
+    ZERO,
+    emit_fma,
+    emit_load,
+    emit_mask,
+    emit_splat,
+    emit_store,
+    emit_totals,
+)
+
+ROWS = 4
+COLUMNS = 4 if LANES == 16 else 3
+"""Of a full tile; its accumulators must fit the registers (32, or 16 with 8 lanes) with room for the operands."""
+
+
+class _Loop:
+    """for at in range(first, stop, step), carrying vectors; call `close` with their next values."""
+
+    def __init__(self, builder: Builder, first: Builder, stop: Builder, step: int, carried: list[Builder]) -> None:
+        self._builder, self._stop, self._step = builder, stop, step
+        before, self._body = builder.block, builder.append_basic_block("loop")
+        self._after = builder.append_basic_block("after")
+        self._first, self._before, self._carried_in = first, before, carried
+        builder.cbranch(builder.icmp_signed("<", first, stop), self._body, self._after)
+        builder.position_at_end(self._body)
+        self.at = builder.phi(I64)
+        self.at.add_incoming(first, before)
+        self.carried = []
+        for value in carried:
+            phi = builder.phi(value.type)
+            phi.add_incoming(value, before)
+            self.carried.append(phi)
+
+    def close(self, carried: list[Builder]) -> list[Builder]:
+        builder, end = self._builder, self._builder.block
+        following = builder.add(self.at, I64(self._step))
+        self.at.add_incoming(following, end)
+        for phi, value in zip(self.carried, carried, strict=True):
+            phi.add_incoming(value, end)
+        builder.cbranch(builder.icmp_signed("<", following, self._stop), self._body, self._after)
+        builder.position_at_end(self._after)
+        results = []
+        for value_in, value in zip(self._carried_in, carried, strict=True):
+            phi = builder.phi(value.type)
+            phi.add_incoming(value_in, self._before)
+            phi.add_incoming(value, end)
+            results.append(phi)
+        return results
+
+
+def _offset(builder: Builder, base: Builder, stride: Builder, count: int) -> Builder:
+    return base if count == 0 else builder.add(base, builder.mul(stride, I64(count)))
+
+
+def _multiply(
+    builder: Builder, xs: list[Builder], weights: list[Builder], sums: list[Builder], item: int, mask: Builder
+) -> list[Builder]:
+    """One step of every accumulator. Weights are loaded once each, rows once per weight unless kept in registers."""
+    rows = [emit_load(builder, x, FLOAT32, mask) for x in xs]
+    out = list(sums)
+    for column, weight in enumerate(weights):
+        loaded = emit_load(builder, weight, item, mask)
+        for row, value in enumerate(rows):
+            place = row * len(weights) + column
+            out[place] = emit_fma(builder, value, loaded, out[place])
+    return out
+
+
+@cache
+def dot_tile(rows: int, columns: int, item: int = FLOAT32, *, listed: bool = False, ahead: bool = False) -> Any:
+    """tile(x, x_stride, weights, weight_stride, length, out, out_stride, next_weights); all but length in bytes.
+
+    `listed`: `weights` is the address of a list of row addresses. `ahead`: fetch the tile at `next_weights`, of the
+    same shape, into the cache while this one is at work.
+    """
+
+    def emit(builder: Builder, args: list[Builder]) -> None:
+        x, x_stride, weights, weight_stride, length, out, out_stride, next_weights = args
+        xs = [_offset(builder, x, x_stride, row) for row in range(rows)]
+        if listed:
+            base = pointer(builder, weights, I64)
+            ws = [builder.load(builder.gep(base, [I64(column)], source_etype=I64)) for column in range(columns)]
+        else:
+            ws = [_offset(builder, weights, weight_stride, column) for column in range(columns)]
+        nexts = [_offset(builder, next_weights, weight_stride, column) for column in range(columns)]
+
+        full = builder.and_(length, I64(-LANES))
+        loop = _Loop(builder, I64(0), full, LANES, [ZERO] * (rows * columns))
+        x_at, w_at = builder.mul(loop.at, I64(4)), builder.mul(loop.at, I64(ITEM_BYTES[item]))
+        if ahead:
+            for line in nexts:
+                emit_prefetch(builder, builder.add(line, w_at))
+        sums = loop.close(
+            _multiply(
+                builder,
+                [builder.add(each, x_at) for each in xs],
+                [builder.add(each, w_at) for each in ws],
+                loop.carried,
+                item,
+                None,
+            )
+        )
+        rest = builder.sub(length, full)
+        with_rest, done = builder.append_basic_block("rest"), builder.append_basic_block("done")
+        before = builder.block
+        builder.cbranch(builder.icmp_signed(">", rest, I64(0)), with_rest, done)
+        builder.position_at_end(with_rest)
+        x_at, w_at = builder.mul(full, I64(4)), builder.mul(full, I64(ITEM_BYTES[item]))
+        with_sums = _multiply(
+            builder,
+            [builder.add(each, x_at) for each in xs],
+            [builder.add(each, w_at) for each in ws],
+            sums,
+            item,
+            emit_mask(builder, rest),
+        )
+        after_rest = builder.block
+        builder.branch(done)
+        builder.position_at_end(done)
+        finals = []
+        for without, with_it in zip(sums, with_sums, strict=True):
+            phi = builder.phi(without.type)
+            phi.add_incoming(without, before)
+            phi.add_incoming(with_it, after_rest)
+            finals.append(phi)
+        for row in range(rows):
+            _store_totals(builder, _offset(builder, out, out_stride, row), finals[row * columns : (row + 1) * columns])
+
+    return _tile(8, emit)
+
+
+def _store_totals(builder: Builder, address: Builder, vectors: list[Builder]) -> None:
+    at = 0
+    while at < len(vectors):
+        count = next(size for size in (4, 2, 1) if size <= len(vectors) - at)
+        totals = emit_totals(builder, vectors[at : at + count])
+        kind = F32 if count == 1 else ir.VectorType(F32, count)
+        builder.store(totals, pointer(builder, builder.add(address, I64(4 * at)), kind), align=4)
+        at += count
+
+
+@cache
+def mix_tile(heads: int, vectors: int, item: int = FLOAT32, *, partial: bool = False) -> Any:
+    """tile(weights, weight_stride, rows, offset, count, out, out_stride, lanes)
+
+    out[head] = sum over t < count of weights[head][t] * row t, for `vectors` vectors from byte `offset` of each
+    row on; `rows` is the address of a list of row addresses. `partial`: the last vector has only `lanes` lanes.
+    """
+
+    def emit(builder: Builder, args: list[Builder]) -> None:
+        weights, weight_stride, rows, offset, count, out, out_stride, lanes = args
+        mask = emit_mask(builder, lanes) if partial else None
+        lines = [_offset(builder, weights, weight_stride, head) for head in range(heads)]
+        loop = _Loop(builder, I64(0), count, 1, [ZERO] * (heads * vectors))
+        listed = builder.gep(pointer(builder, rows, I64), [loop.at], source_etype=I64)
+        address = builder.add(builder.load(listed), offset)
+        shares = []
+        for line in lines:
+            place = builder.gep(pointer(builder, line, F32), [loop.at], source_etype=F32)
+            shares.append(emit_splat(builder, builder.load(place)))
+        sums = list(loop.carried)
+        for number in range(vectors):
+            at = builder.add(address, I64(number * LANES * ITEM_BYTES[item]))
+            value = emit_load(builder, at, item, mask if number == vectors - 1 else None)
+            for head, share in enumerate(shares):
+                place = head * vectors + number
+                sums[place] = emit_fma(builder, share, value, sums[place])
+        sums = loop.close(sums)
+        for head in range(heads):
+            line = _offset(builder, out, out_stride, head)
+            for number in range(vectors):
+                emit_store(builder, builder.add(line, I64(number * LANE_BYTES)), sums[head * vectors + number])
+
+    return _tile(8, emit)
+
+
+def _tile(arity: int, emit: Any) -> Any:
+    assert arity == 8
+
+    @intrinsic
+    def tile(typingctx, a, b, c, d, e, f, g, h):
+        def codegen(context, builder, signature, args):
+            emit(builder, args)
+
+        return types.void(*([types.int64] * 8)), codegen
+
+    return tile
