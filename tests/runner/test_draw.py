@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -10,11 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.draw_cpu import draw_cpu
 from outrider.kernels.portable import row_key
-from outrider.runner.draw import DrawSettings, draw
-
-ARRAYS = ("temperature", "log_min_p", "top_k", "top_p", "key")
+from outrider.runner.draw import DrawSettings, draw, draw_compiled, draw_fused
 
 
 def settings(device: str = "cpu", **columns: list[Any]) -> DrawSettings:
@@ -27,8 +25,7 @@ def settings(device: str = "cpu", **columns: list[Any]) -> DrawSettings:
 
 
 def compiled(logits: Tensor, chosen: DrawSettings) -> list[int]:
-    arrays = {name: getattr(chosen, name).numpy() for name in ARRAYS}
-    tokens: list[int] = draw_cpu(logits.numpy(), **arrays).tolist()
+    tokens: list[int] = draw_compiled(logits, chosen).tolist()
     return tokens
 
 
@@ -93,6 +90,10 @@ def test_the_gpu_draws_the_same_tokens(vocab_size: int) -> None:
         columns = random_columns(rng, 24, vocab_size)
         there = draw(logits.cuda(), settings("cuda", **columns)).tolist()
         assert there == compiled(logits, settings(**columns))
+        assert there == draw_fused(logits.cuda(), settings("cuda", **columns)).tolist()
+        free = columns | {"top_k": [0] * 24, "top_p": [1.0] * 24}
+        plain = dataclasses.replace(settings("cuda", **free), filters=False)
+        assert draw_fused(logits.cuda(), plain).tolist() == draw(logits.cuda(), plain).tolist()
         # One row takes other paths through sums and sorts on a GPU than many rows do.
         alone = {name: values[:1] for name, values in columns.items()}
         assert draw(logits[:1].cuda(), settings("cuda", **alone)).tolist() == there[:1]

@@ -1,7 +1,8 @@
 """One token for each row of logits: temperature, min_p, top_k, top_p, then the Gumbel-max draw.
 
-This is the reference, in plain tensor operations for any device; `kernels.draw_cpu` gives the same tokens on
-the CPU. Tokens are ranked by logit, equal ones by id, and each filter keeps a beginning of that ranking:
+`draw` is the reference, in plain tensor operations for any device; `draw_compiled` (CPU) and `draw_fused` (CUDA)
+give the same tokens faster. Tokens are ranked by logit, equal ones by id, and each filter keeps a beginning of
+that ranking:
 
     y      = (logit - largest logit) / temperature
     min_p    y >= log(min_p)
@@ -43,13 +44,41 @@ class DrawSettings:
 
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
     """[rows] token ids. Each row of `logits` (float32) must have a finite maximum and no NaN."""
-    wide = logits.to(torch.float64)
-    y = (wide - wide.amax(dim=-1, keepdim=True)) / settings.temperature[:, None]
+    y = _scaled(logits, settings)
     y = y.masked_fill(y < settings.log_min_p[:, None], -torch.inf)
     if settings.filters:
         y = y.masked_fill(~_kept(logits, y, settings.top_k[:, None], settings.top_p[:, None]), -torch.inf)
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     return (y + gumbel(settings.key[:, None], tokens)).argmax(dim=-1)
+
+
+def _scaled(logits: Tensor, settings: DrawSettings) -> Tensor:
+    wide = logits.to(torch.float64)
+    return (wide - wide.amax(dim=-1, keepdim=True)) / settings.temperature[:, None]
+
+
+def draw_fused(logits: Tensor, settings: DrawSettings) -> Tensor:
+    """The same on CUDA in fewer kernels; filters as above."""
+    # Imported where it is used: machines without a GPU need not have it.
+    from outrider.kernels.draw_triton import pick
+
+    kept = None
+    if settings.filters:
+        y = _scaled(logits, settings)
+        y = y.masked_fill(y < settings.log_min_p[:, None], -torch.inf)
+        kept = _kept(logits, y, settings.top_k[:, None], settings.top_p[:, None])
+    top = logits.amax(dim=-1)
+    return pick(logits, top, settings.temperature, settings.log_min_p, settings.key, kept)
+
+
+def draw_compiled(logits: Tensor, settings: DrawSettings) -> Tensor:
+    """The same on the CPU."""
+    # Imported where it is used, because it is compiled when it is first imported.
+    from outrider.kernels.draw_cpu import draw_cpu
+
+    names = ("temperature", "log_min_p", "top_k", "top_p", "key")
+    arrays = {name: getattr(settings, name).numpy() for name in names}
+    return torch.from_numpy(draw_cpu(logits.numpy(), **arrays))
 
 
 def _kept(logits: Tensor, y: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

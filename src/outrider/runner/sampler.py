@@ -18,7 +18,7 @@ would see if that draft had been committed. The noise is keyed by (seed, positio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.errors import RequestError
 from outrider.kernels.portable import row_key
-from outrider.runner.draw import DrawSettings, draw
+from outrider.runner.draw import DrawSettings, draw, draw_compiled, draw_fused
 from outrider.runner.edits import edit
 from outrider.runner.logprobs import TokenLogprobs, token_logprobs
 from outrider.runner.request_sampling import RequestSampling, SampleRow
@@ -52,7 +52,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._draw = _draw_compiled() if self.device.type == "cpu" else draw
+        self._draw = {"cpu": draw_compiled, "cuda": draw_fused}.get(self.device.type, draw)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """`logits` is float32 [rows, vocab] and is left as it is."""
@@ -115,18 +115,6 @@ class Sampler:
         )
 
 
-def _draw_compiled() -> Callable[[Tensor, DrawSettings], Tensor]:
-    # Imported where it is used, because it compiles on the first import.
-    from outrider.kernels.draw_cpu import draw_cpu
-
-    def draw_on_cpu(logits: Tensor, settings: DrawSettings) -> Tensor:
-        names = ("temperature", "log_min_p", "top_k", "top_p", "key")
-        arrays = {name: getattr(settings, name).numpy() for name in names}
-        return torch.from_numpy(draw_cpu(logits.numpy(), **arrays))
-
-    return draw_on_cpu
-
-
 def _take(logits: Tensor, where: list[int]) -> Tensor:
     if where == list(range(logits.shape[0])):
         return logits
@@ -140,8 +128,10 @@ def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
         array = logits.numpy()
         best = array.argmax(axis=-1)
         return best.tolist(), array[range(len(best)), best].tolist()
-    best_ids = logits.argmax(dim=-1, keepdim=True)
-    return best_ids[:, 0].tolist(), logits.gather(-1, best_ids)[:, 0].tolist()
+    ids = logits.argmax(dim=-1, keepdim=True)
+    # Together, to wait for the device once.
+    pairs = torch.cat([ids.to(torch.float64), logits.gather(-1, ids).to(torch.float64)], dim=-1).tolist()
+    return [int(token) for token, _ in pairs], [value for _, value in pairs]
 
 
 def _broken(value: float) -> RequestError:
