@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -35,7 +35,7 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def loading() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each part of loading a model. Yields what to pass as `progress`."""
+    """A bar while a model is loaded and kernels are compiled. Yields what to pass as `progress`."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,14 +45,8 @@ def loading() -> Iterator[Callable[[str, int, int], None]]:
         transient=True,
         disable=not errors.is_terminal,
     ) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield report
+        task = bar.add_task("loading", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 class Interruption:

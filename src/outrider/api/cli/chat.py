@@ -1,0 +1,180 @@
+"""`outrider chat`: talk to a model in the terminal, and see what the drafter contributes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
+from outrider.api.cli.grouped import grouped
+from outrider.api.cli.sampling_options import SamplingOptions
+from outrider.api.cli.terminal import errors, interruptible, loading, out
+from outrider.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from outrider.api.cli.chat_session import ChatSession
+
+DEFAULT_MAX_TOKENS = 512
+DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 5}'
+"""Needs no second model, and costs nothing where it finds nothing to propose."""
+PROBE_LIMIT_S = 0.5
+"""Nobody should wait for the measurement of plain steps."""
+
+CONVERSATION = "Conversation"
+CHAT_HELP = (
+    "Talk to a model.\n\n"
+    "Drafts come from the conversation itself (n-gram look-up) unless --speculative-config names another "
+    "drafter; the text is the same with any of them. After each answer: tokens/s, the acceptance length, and "
+    f"the speed-up against plain steps measured on the spot. An answer has at most {DEFAULT_MAX_TOKENS} tokens.\n\n"
+    "[dim]Examples:[/dim]\n\n"
+    "  outrider chat --show-drafts\n\n"
+    '  outrider chat --once "Write a haiku about horses." --temperature 0.7 --seed 1\n\n'
+    "  echo 'Name three rivers.' | outrider chat --no-speculation"
+)
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation",
+    "/stats": "figures of the session",
+    "/exit": "leave; Ctrl-D does the same",
+}
+
+
+@grouped
+def chat(
+    *,
+    positional: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
+    once: Annotated[
+        str | None,
+        typer.Option(help="Answer this and exit.", metavar="PROMPT", show_default=False, rich_help_panel=CONVERSATION),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="What the model is told first.", show_default=False, rich_help_panel=CONVERSATION),
+    ] = None,
+    show_drafts: Annotated[
+        bool,
+        typer.Option("--show-drafts", help="Colour tokens by where they came from.", rich_help_panel=CONVERSATION),
+    ] = False,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Decode plainly.", rich_help_panel=CONVERSATION)
+    ] = False,
+    model: ModelOptions,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+) -> None:
+    if no_speculation and engine.speculative_config is not None:
+        raise ConfigError("--no-speculation contradicts --speculative-config; give one of them")
+    if once is not None and not once.strip():
+        raise RequestError("--once needs a prompt; give at least one word")
+    sampling.check()
+    if engine.speculative_config is None and not no_speculation:
+        engine = replace(engine, speculative_config=DEFAULT_SPECULATION)
+    settings = model.settings() | engine.settings() | {"model": chosen_model(positional, model)}
+
+    from outrider.api.cli.chat_session import ChatSession
+    from outrider.api.llm import LLM
+
+    with loading() as progress:
+        llm = LLM(progress=progress, **settings)
+        params = sampling.params(llm.engine.model.generation, max_tokens=DEFAULT_MAX_TOKENS)
+        session = ChatSession(llm, params, system=system)
+    if once is not None:
+        _answer(session, once, show_drafts=show_drafts, once=True)
+    else:
+        _converse(session, show_drafts=show_drafts)
+
+
+def _converse(session: ChatSession, *, show_drafts: bool) -> None:
+    interactive = sys.stdin.isatty()
+    if interactive:
+        _greet(session)
+    while True:
+        try:
+            line = _next_line(interactive)
+        except KeyboardInterrupt:
+            out.print("\nCtrl-D or /exit leaves", style="dim")
+            continue
+        if line is None or line == "/exit":
+            break
+        if line.startswith("/"):
+            _command(session, line)
+        elif line:
+            try:
+                _answer(session, line, show_drafts=show_drafts)
+            except RequestError as problem:
+                errors.print(Text(f"error: {problem}; /reset forgets the conversation", style="red"), soft_wrap=True)
+                if not interactive:
+                    raise typer.Exit(1) from None
+    if len(session.turns) > 1:
+        _print_statistics(session)
+
+
+def _greet(session: ChatSession) -> None:
+    engine = session.llm.engine
+    config = engine.config.speculative_config
+    drafting = "no speculation" if config is None else f"{config.method} drafts up to {config.num_speculative_tokens}"
+    out.print(Text(engine.model.name, style="bold") + Text(f" · {drafting} · {engine.max_model_len:,} tokens"))
+    out.print("Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.", style="dim")
+
+
+def _next_line(interactive: bool) -> str | None:
+    """What the person says; None at the end."""
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    try:
+        import readline  # noqa: F401 - gives input() its editing keys and history
+    except ImportError:
+        pass
+    try:
+        return input("\n> ").strip()
+    except EOFError:
+        out.print()
+        return None
+
+
+def _command(session: ChatSession, line: str) -> None:
+    if line == "/reset":
+        session.reset()
+        errors.print("the conversation is forgotten", style="dim")
+    elif line == "/stats":
+        _print_statistics(session)
+    else:
+        if line != "/help":
+            errors.print(Text(f"unknown command {line}; there are:", style="red"))
+        for name, meaning in COMMANDS.items():
+            errors.print(f"  {name:8} {meaning}", style="dim")
+
+
+def _print_statistics(session: ChatSession) -> None:
+    from outrider.api.cli.chat_view import session_figures
+
+    errors.print(session_figures(session), style="dim", soft_wrap=True)
+
+
+def _answer(session: ChatSession, text: str, *, show_drafts: bool, once: bool = False) -> None:
+    from outrider.api.cli.chat_view import AnswerView, print_figures
+
+    view = AnswerView(show_drafts=show_drafts)
+    if not session.turns:
+        view.explain()
+    turn = None
+    with interruptible() as interruption:
+        # One question has all the time there is for measuring plain steps, before it and behind it.
+        growing = session.answer(text, probe_before=once)
+        for turn in growing:
+            view.show(turn.output.outputs[0])
+            if interruption.wanted:
+                growing.close()
+                break
+        assert turn is not None
+        view.end(turn.output.outputs[0])
+        if not interruption.wanted:
+            session.measure_plain_steps(turn, limit_s=2.0 if once else PROBE_LIMIT_S)
+    print_figures(turn)
