@@ -74,7 +74,7 @@ class Ops(ABC):
     def store(self, k: Tensor, v: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> None:
         """Norm and rotate keys, write keys and values ([rows, kv_heads, head_dim]) to their slots; nobody reads."""
         if layer.k_norm is not None:
-            k = self.norm(k, layer.k_norm, layer.norm_eps)
+            k = self.norm(k.flatten(0, 1), layer.k_norm, layer.norm_eps).view(k.shape)
         k = rotate(k, layer.rotary[rows.positions])
         page, offset = rows.slots // kv.page_tokens, rows.slots % kv.page_tokens
         kv.keys[page, :, offset] = k.to(kv.keys.dtype)

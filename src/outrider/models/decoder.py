@@ -42,7 +42,7 @@ class Decoder:
                 tables[layer.rope] = rotary_table(
                     layer.rope, max_position, dtype=torch.float32, device=embedding.device
                 )
-        self._attention = tuple(
+        self.attention = tuple(
             AttentionLayer(
                 heads=spec.heads,
                 kv_heads=spec.kv_heads,
@@ -65,15 +65,16 @@ class Decoder:
         tapped: dict[int, Tensor] = {}
         for number, (weights, place) in enumerate(zip(self.parameters.layers, layers, strict=True)):
             qkv = ops.project(x, weights.qkv, norm=weights.input_norm, eps=spec.norm_eps)
-            attended = ops.attend(qkv, self._attention[number], place.kv, place.rows)
+            attended = ops.attend(qkv, self.attention[number], place.kv, place.rows)
             x = ops.project_add(attended, weights.out, x, post_norm=weights.attention_post_norm, eps=spec.norm_eps)
-            x = self._feed_forward(number, weights, x)
+            x = self.feed_forward(number, weights, x)
             if number in taps:
                 # Later layers may write over it.
                 tapped[number] = x.clone()
         return Hidden(x, tuple(tapped[tap] for tap in taps))
 
-    def _feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
+    def feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
+        """The second half of a layer, residual included."""
         spec, ops, mlp = self.spec, self.ops, weights.mlp
         if isinstance(mlp, DenseMLP):
             inner = ops.gated(x, mlp.gate_up, spec.activation, norm=weights.mlp_norm, eps=spec.norm_eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,8 @@ class LoadedModel:
     generation: GenerationDefaults
     fingerprint: str
     """Names the weights: the same wherever the same files are loaded."""
+    path: Path | None = None
+    """The directory or file it came from; None for one that was made in memory."""
 
 
 def load_model(
@@ -52,6 +55,7 @@ def load_model(
         eos_ids=tuple(token_id for token_id in text.tokenizer.eos_ids if token_id < spec.vocab_size),
         generation=text.generation,
         fingerprint=weights_fingerprint(resolved),
+        path=resolved.path,
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.models.spec import DecoderSpec, ExpertsSpec
+from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
 
 Shape = tuple[int, ...]
 
@@ -63,20 +63,23 @@ def decoder_layout(spec: DecoderSpec) -> Layout:
     if not spec.tied_head:
         layout["head.weight"] = whole("lm_head.weight", (spec.vocab_size, spec.hidden_size))
     for number, layer in enumerate(spec.layers):
-        here, there = f"layers.{number}", f"model.layers.{number}"
-        layout |= _attention(spec, here, there)
-        layout[f"{here}.mlp_norm"] = whole(f"{there}.post_attention_layernorm.weight", (spec.hidden_size,))
-        if layer.experts is None:
-            layout |= _dense(spec, f"{here}.mlp", f"{there}.mlp")
-        else:
-            layout |= _experts(spec, layer.experts, f"{here}.mlp", f"{there}.mlp")
+        layout |= layer_layout(spec, layer, f"layers.{number}", f"model.layers.{number}")
     return layout
 
 
-def _attention(spec: DecoderSpec, here: str, there: str) -> Layout:
+def layer_layout(spec: DecoderSpec, layer: LayerSpec, here: str, there: str, *, input_size: int = 0) -> Layout:
+    """One layer. `input_size`: what queries, keys and values are made from; 0 is the hidden size."""
+    layout = _attention(spec, here, there, input_size or spec.hidden_size)
+    layout[f"{here}.mlp_norm"] = whole(f"{there}.post_attention_layernorm.weight", (spec.hidden_size,))
+    if layer.experts is None:
+        return layout | _dense(spec, f"{here}.mlp", f"{there}.mlp")
+    return layout | _experts(spec, layer.experts, f"{here}.mlp", f"{there}.mlp")
+
+
+def _attention(spec: DecoderSpec, here: str, there: str, input_size: int) -> Layout:
     hidden, heads = spec.hidden_size, {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
     layout = {f"{here}.input_norm": whole(f"{there}.input_layernorm.weight", (hidden,))}
-    for kind, rest in (("weight", (hidden,)), ("bias", ())) if spec.qkv_bias else (("weight", (hidden,)),):
+    for kind, rest in (("weight", (input_size,)), ("bias", ())) if spec.qkv_bias else (("weight", (input_size,)),):
         rows = {f"{there}.self_attn.{name}_proj.{kind}": count for name, count in heads.items()}
         layout[f"{here}.qkv.{kind}"] = stacked(rows, rest, fused=f"{there}.self_attn.qkv_proj.{kind}")
     layout[f"{here}.out.weight"] = whole(f"{there}.self_attn.o_proj.weight", (hidden, spec.query_size))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from torch import Tensor
 from outrider.errors import ModelError
 from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear
 from outrider.models.recipes.base import Recipe
-from outrider.models.recipes.layout import Part, Shape
-from outrider.models.spec import DecoderSpec
+from outrider.models.recipes.layout import Layout, Part, Shape
+from outrider.models.spec import DecoderSpec, LayerSpec
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes), counted as they are stored."""
 
 NAMES_SHOWN = 8
+MODULES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,20 @@ class StoredTensor:
 
     shape: Shape
     stored_bytes: int
+
+
+class TensorSource(Protocol):
+    """Where tensors come from, by name."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def copy_into(self, name: str, destination: Tensor) -> None: ...
+
+    def stored_name(self, name: str) -> str: ...
 
 
 class Checkpoint(ABC):
@@ -67,20 +82,45 @@ def load_parameters(
     progress: Progress | None = None,
 ) -> DecoderParameters:
     """Every tensor of the decoder, in place and fused. What does not fit is refused before anything is read."""
-    layout = checkpoint.recipe.layout(spec)
-    plan = {path: _choose(assembly.choices, checkpoint.tensors) for path, assembly in layout.items()}
-    _refuse_misfits(checkpoint, spec, [part for parts in plan.values() for part in parts])
-    total_bytes = sum(checkpoint.tensors[part.name].stored_bytes for parts in plan.values() for part in parts)
+    modules = checkpoint.config.get("num_nextn_predict_layers")
+    filled = fill(
+        checkpoint,
+        checkpoint.recipe.layout(spec),
+        what=f"a {spec.family} model",
+        harmless=lambda name: _harmless(name, spec, modules if isinstance(modules, int) else 0),
+        dtype=dtype,
+        device=device,
+        progress=progress,
+    )
+    return _parameters(spec, filled)
+
+
+def fill(
+    source: TensorSource,
+    layout: Layout,
+    *,
+    what: str,
+    harmless: Callable[[str], bool],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Every tensor of a layout, by its path there. `what` says in messages what the tensors should make up;
+    tensors that the layout has no use for are refused unless they are `harmless`."""
+    found = source.tensors
+    plan = {path: _choose(assembly.choices, found) for path, assembly in layout.items()}
+    _refuse_misfits(source, what, harmless, [part for parts in plan.values() for part in parts])
+    total_bytes = sum(found[part.name].stored_bytes for parts in plan.values() for part in parts)
     done_bytes = 0
     filled: dict[str, Tensor] = {}
     for path, parts in plan.items():
         destination = filled[path] = torch.empty(layout[path].shape, dtype=dtype, device=device)
         for part in parts:
-            checkpoint.copy_into(part.name, destination[part.where] if part.where else destination)
-            done_bytes += checkpoint.tensors[part.name].stored_bytes
+            source.copy_into(part.name, destination[part.where] if part.where else destination)
+            done_bytes += found[part.name].stored_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
-    return _parameters(spec, filled)
+    return filled
 
 
 def _choose(choices: tuple[tuple[Part, ...], ...], names: Mapping[str, StoredTensor]) -> tuple[Part, ...]:
@@ -88,34 +128,37 @@ def _choose(choices: tuple[tuple[Part, ...], ...], names: Mapping[str, StoredTen
     return max(choices, key=lambda parts: sum(part.name in names for part in parts) / len(parts))
 
 
-def _refuse_misfits(checkpoint: Checkpoint, spec: DecoderSpec, parts: list[Part]) -> None:
-    found = checkpoint.tensors
+def _refuse_misfits(source: TensorSource, what: str, harmless: Callable[[str], bool], parts: list[Part]) -> None:
+    found = source.tensors
     problems = []
-    missing = [checkpoint.stored_name(part.name) for part in parts if part.name not in found]
+    missing = [source.stored_name(part.name) for part in parts if part.name not in found]
     if missing:
         problems.append(f"missing {_named(missing)}")
     misshapen = [
-        f"{checkpoint.stored_name(part.name)} (found {list(found[part.name].shape)}, expected {list(part.shape)})"
+        f"{source.stored_name(part.name)} (found {list(found[part.name].shape)}, expected {list(part.shape)})"
         for part in parts
         if part.name in found and found[part.name].shape != part.shape
     ]
     if misshapen:
         problems.append(f"misshapen {_named(misshapen)}")
     extra = found.keys() - {part.name for part in parts}
-    unexpected = sorted(checkpoint.stored_name(name) for name in extra if not _harmless(name, spec))
+    unexpected = sorted(source.stored_name(name) for name in extra if not harmless(name))
     if unexpected:
         problems.append(f"unexpected {_named(unexpected)}")
     if problems:
-        raise ModelError(
-            f"{checkpoint.path} does not fit its configuration as a {spec.family} model: {'; '.join(problems)}"
-        )
+        raise ModelError(f"{source.path} does not fit its configuration as {what}: {'; '.join(problems)}")
 
 
-def _harmless(name: str, spec: DecoderSpec) -> bool:
-    """Rotary tables that older checkpoints carry, and a copy of the embedding where the head is tied to it."""
-    return name.endswith((".rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")) or (
-        spec.tied_head and name == "lm_head.weight"
-    )
+def rotary_buffer(name: str) -> bool:
+    """Rotary tables that older checkpoints carry."""
+    return name.endswith((".rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
+
+
+def _harmless(name: str, spec: DecoderSpec, modules: int) -> bool:
+    """Rotary tables, a copy of the embedding where the head is tied to it, and modules that predict further tokens:
+    these lie beside the model or, so many of them, behind its last layer."""
+    behind = tuple(f"model.layers.{len(spec.layers) + number}." for number in range(min(modules, MODULES_MAX)))
+    return rotary_buffer(name) or (spec.tied_head and name == "lm_head.weight") or name.startswith(("mtp.", *behind))
 
 
 def _named(names: Iterable[str]) -> str:
@@ -124,7 +167,9 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor]) -> DecoderParameters:
+def layers_from(layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor]) -> tuple[LayerParameters, ...]:
+    """The layers among the tensors of a filled layout."""
+
     def linear(path: str) -> Linear:
         return Linear(weight=filled[f"{path}.weight"], bias=filled.get(f"{path}.bias"))
 
@@ -139,7 +184,7 @@ def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor]) -> DecoderParam
             down_bias=filled.get(f"{path}.down_bias"),
         )
 
-    layers = tuple(
+    return tuple(
         LayerParameters(
             input_norm=filled[f"layers.{n}.input_norm"],
             qkv=linear(f"layers.{n}.qkv"),
@@ -152,12 +197,16 @@ def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor]) -> DecoderParam
             mlp_post_norm=filled.get(f"layers.{n}.mlp_post_norm"),
             sinks=filled.get(f"layers.{n}.sinks"),
         )
-        for n, layer in enumerate(spec.layers)
+        for n, layer in enumerate(layers)
     )
+
+
+def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor]) -> DecoderParameters:
     embedding = filled["embedding"]
+    head = Linear(weight=embedding if spec.tied_head else filled["head.weight"], bias=filled.get("head.bias"))
     return DecoderParameters(
         embedding=embedding,
-        layers=layers,
+        layers=layers_from(spec.layers, filled),
         final_norm=filled["final_norm"],
-        head=Linear(weight=embedding) if spec.tied_head else linear("head"),
+        head=head,
     )

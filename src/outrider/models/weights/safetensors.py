@@ -17,6 +17,7 @@ from outrider.models.weights.base import Checkpoint, StoredTensor
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+INTEGER_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,15 +32,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class SafetensorsCheckpoint(Checkpoint):
-    def __init__(self, directory: Path) -> None:
-        self.path = directory
-        self.config_source = str(directory / "config.json")
-        if not (directory / "config.json").is_file():
-            raise ModelError(f"{self.config_source} is missing; a model directory needs it beside its weights")
-        self.config = read_json(directory / "config.json")
-        _refuse_quantised(self.config, self.config_source)
-        self.recipe = recipe_for(self.config, self.config_source)
+class TensorFiles:
+    """The safetensors of a directory, whole or in shards. Only headers are read until a tensor is asked for."""
+
+    def __init__(self, directory: Path, *, integers: bool = False) -> None:
+        """`integers`: tables of token ids are expected beside weights."""
+        element_bytes = ELEMENT_BYTES | INTEGER_BYTES if integers else ELEMENT_BYTES
         self._files = {name: _open(directory / name) for name in _shards(directory)}
         self._file_of: dict[str, str] = {}
         tensors: dict[str, StoredTensor] = {}
@@ -48,12 +46,35 @@ class SafetensorsCheckpoint(Checkpoint):
                 if name in tensors:
                     raise ModelError(f"{directory}: tensor {name} is in both {self._file_of[name]} and {file_name}")
                 self._file_of[name] = file_name
-                tensors[name] = _stored(name, file.get_slice(name), directory / file_name)
+                tensors[name] = _stored(name, file.get_slice(name), directory / file_name, element_bytes)
         self.tensors: Mapping[str, StoredTensor] = tensors
 
+    def mapped(self, name: str) -> Tensor:
+        """A view of the mapped file: its pages are read by whoever reads the tensor."""
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self.config, self.config_source = read_config(directory)
+        self.recipe = recipe_for(self.config, self.config_source)
+        self._files = TensorFiles(directory)
+        self.tensors = self._files.tensors
+
     def copy_into(self, name: str, destination: Tensor) -> None:
-        # A view of the mapped file: its pages are read by the copy itself.
-        destination.copy_(self._files[self._file_of[name]].get_tensor(name))
+        destination.copy_(self._files.mapped(name))
+
+
+def read_config(directory: Path) -> tuple[dict[str, Any], str]:
+    """config.json, and what to call it in messages."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; a model directory needs it beside its weights")
+    config = read_json(path)
+    _refuse_quantised(config, str(path))
+    return config, str(path)
 
 
 def _shards(directory: Path) -> list[str]:
@@ -83,15 +104,15 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path} is no complete safetensors file: {problem}; fetch it again") from None
 
 
-def _stored(name: str, piece: Any, path: Path) -> StoredTensor:
+def _stored(name: str, piece: Any, path: Path, element_bytes: Mapping[str, int]) -> StoredTensor:
     shape, kind = tuple(piece.get_shape()), piece.get_dtype()
-    if kind not in ELEMENT_BYTES:
-        supported = ", ".join(sorted(ELEMENT_BYTES))
+    if kind not in element_bytes:
+        supported = ", ".join(sorted(element_bytes))
         raise ModelError(f"{path}: tensor {name} is stored as {kind}, which is not supported; supported: {supported}")
     elements = 1
     for size in shape:
         elements *= size
-    return StoredTensor(shape, elements * ELEMENT_BYTES[kind])
+    return StoredTensor(shape, elements * element_bytes[kind])
 
 
 def _refuse_quantised(config: Mapping[str, Any], source: str) -> None:
