@@ -30,16 +30,15 @@ def assert_same_or_tied(
         if one == other:
             continue
         place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        assert place < len(one) and place < len(other), f"one run ends at token {place}, the other goes on"
+        assert place < min(len(one), len(other)), f"one run ends at token {place}, the other goes on"
         best = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
         common = [*prompt, *one[:place]]
         top = LLM.over(engine).generate({"prompt_token_ids": common}, best)[0].outputs[0].logprobs
         assert top is not None
         (first, first_logprob), (second, second_logprob) = top[0].top
         gap = first_logprob - second_logprob
-        assert {one[place], other[place]} == {first, second} and gap < TIE, (
-            f"token {place}: {one[place]} or {other[place]}, but the best two are {first} and {second}, {gap} apart"
-        )
+        assert {one[place], other[place]} == {first, second}, f"token {place}: the best two are {first} and {second}"
+        assert gap < TIE, f"token {place}: {first} and {second} are {gap} apart"
         ties += 1
     return ties
 

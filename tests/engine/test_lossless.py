@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.engine.lossless import tokens_of
+from tests.engine.tiny import first_layers, tiny_draft_model, tiny_engine, tiny_model, tiny_spec
 
 from outrider.api.llm import LLM
 from outrider.sampling import SamplingParams
-from tests.engine.lossless import tokens_of
-from tests.engine.tiny import first_layers, tiny_draft_model, tiny_engine, tiny_model, tiny_spec
 
 WINDOWS = {"full": (None, None), "mixed": (8, None), "sliding": (5, 5)}
 DRAFTERS: dict[str, Callable[[Any, int], dict[str, Any]]] = {

@@ -13,11 +13,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
+from outrider.layers.ops import TorchOps
 from outrider.models.load import GenerationDefaults, LoadedModel
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters, Linear
 from outrider.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from outrider.models.tokenizer import Tokenizer
-from outrider.layers.ops import TorchOps
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.registry import DrafterSettings, draft_model_from
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -12,8 +13,10 @@ from typing import Any
 from outrider.api.llm import LLM, Message, Prompt
 from outrider.config import DEFAULT_MODEL
 from outrider.engine.outputs import RequestOutput
-from outrider.errors import OutriderError, RequestError
+from outrider.errors import RequestError
 from outrider.sampling import SamplingParams
+
+logger = logging.getLogger("outrider")
 
 Delivery = Callable[[RequestOutput | Exception], None]
 
@@ -27,7 +30,9 @@ class AsyncLLM:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliveries: dict[str, Delivery] = {}
         self._numbers = 0
-        self._failure: Exception | None = None
+        self._ended: Exception | None = None
+        """Why nothing is served any more. Guarded, with the queue, by the lock: no order comes after the end."""
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="outrider-engine", daemon=True)
         self._thread.start()
 
@@ -56,9 +61,7 @@ class AsyncLLM:
         arrivals: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         params = sampling_params or SamplingParams()
         name = request_id
-        if not self._thread.is_alive():
-            raise self._failure or RequestError("the engine is closed; make a new AsyncLLM")
-        self._orders.put(
+        self._order(
             lambda: self._start(name, prompt, params, lambda item: _unless_closed(loop, arrivals.put_nowait, item))
         )
         finished = False
@@ -71,8 +74,8 @@ class AsyncLLM:
                 finished = item.finished
                 yield item
         finally:
-            if not finished:
-                self._orders.put(lambda: self._abort(name))
+            if not finished and self._ended is None:
+                self._order(lambda: self._abort(name))
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
@@ -80,6 +83,12 @@ class AsyncLLM:
         """Answer a conversation."""
         prompt: Mapping[str, Any] = {"prompt_token_ids": self._llm.chat_prompt(messages)}
         return self.generate(prompt, sampling_params, **options)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._orders.put(order)
 
     # ---- the engine's thread -----------------------------------------------------------------------
 
@@ -90,19 +99,33 @@ class AsyncLLM:
                 while not engine.has_work or not self._orders.empty():
                     order = self._orders.get()
                     if order is None:
-                        self._fail_all(RequestError("the engine was closed before the request ended"))
+                        self._end(RequestError("the engine is closed; make a new AsyncLLM"))
                         return
                     order()
                 for output in engine.step():
                     self._deliver(output)
         except Exception as error:
             # Every caller learns of it; nobody waits for ever.
-            self._failure = error
-            self._fail_all(error)
-            if not isinstance(error, OutriderError):
-                raise
+            logger.exception("the engine stopped")
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Nothing more is served: all who wait, and all who are still in the queue, are told why."""
+        with self._lock:
+            self._ended = error
+        while not self._orders.empty():
+            order = self._orders.get()
+            if order is not None:
+                order()
+        for name, deliver in list(self._deliveries.items()):
+            self._llm.engine.abort(name)
+            deliver(error)
+        self._deliveries.clear()
 
     def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery) -> None:
+        if self._ended is not None:
+            deliver(self._ended)
+            return
         if name in self._deliveries:
             deliver(RequestError(f"request id {name!r} is in use; choose another"))
             return
@@ -125,12 +148,6 @@ class AsyncLLM:
         if output.finished:
             del self._deliveries[output.request_id]
         deliver(_snapshot(output))
-
-    def _fail_all(self, error: Exception) -> None:
-        for name, deliver in list(self._deliveries.items()):
-            deliver(error)
-            self._llm.engine.abort(name)
-        self._deliveries.clear()
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
@@ -134,7 +134,7 @@ class LLM:
         self.engine.add_request(name, ids, params, prompt=text)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text, where it has one, and its token ids."""
+        """A prompt's text, where it has one, and its token ids; the engine checks those."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), prompt["prompt_token_ids"]
@@ -143,9 +143,7 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.engine.model.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return None, [*prompt]
-        raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+        return None, cast("Sequence[int]", prompt)
 
     @staticmethod
     def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 from outrider.config import EngineConfig
 from outrider.engine.continuation import Continuation
@@ -92,7 +93,7 @@ class Engine:
 
         Without `speculate` it decodes plainly: its drafter is fed, where it has KV, but proposes nothing.
         """
-        self._check_tokens(request_id, prompt_token_ids, params)
+        prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids, params)
         room = self.max_model_len - len(prompt_token_ids)
         stop = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -121,7 +122,7 @@ class Engine:
             output=RequestOutput(
                 request_id=request_id,
                 prompt=prompt,
-                prompt_token_ids=list(prompt_token_ids),
+                prompt_token_ids=prompt_token_ids,
                 outputs=[],
                 metrics=RequestMetrics(arrival_s=time.monotonic()),
                 prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(prompt_token_ids),
@@ -148,9 +149,20 @@ class Engine:
             salt,
         )
 
-    def _check_tokens(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        if not len(tokens):
+    def _checked_tokens(self, request_id: str, given: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt as plain token ids of this model, or the reason why it is none."""
+        if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Sequence):
+            raise RequestError(
+                f"request {request_id!r}: a prompt must be text or a list of token ids, got {type(given).__name__}"
+            )
+        if not len(given):
             raise RequestError(f"request {request_id!r}: the prompt is empty; send at least one token")
+        try:
+            tokens = [index(token) for token in given]
+        except TypeError:
+            tokens = []
+        if not tokens or any(isinstance(token, bool) for token in given):
+            raise RequestError(f"request {request_id!r}: every token id must be a whole number")
         vocabulary = self.model.spec.vocab_size
         bad = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if bad is not None:
@@ -165,6 +177,7 @@ class Engine:
                 f"request {request_id!r}: logit_bias, allowed_token_ids or stop_token_ids names token {bad}, which is "
                 f"not in the vocabulary of {vocabulary} tokens"
             )
+        return tokens
 
     def _run_here(self, request: RunningRequest, salt: str) -> None:
         self.runner.add(request)
