@@ -9,6 +9,7 @@ from rich.text import Text
 from outrider import __version__
 from outrider.api.cli.bench import bench_app
 from outrider.api.cli.chat import CHAT_HELP, chat
+from outrider.api.cli.doctor import DOCTOR_HELP, doctor
 from outrider.api.cli.generate import GENERATE_HELP, generate
 from outrider.api.cli.sim import sim
 from outrider.errors import OutriderError
@@ -46,6 +47,7 @@ def _root(
 
 app.command("chat", help=CHAT_HELP)(chat)
 app.command("generate", help=GENERATE_HELP)(generate)
+app.command("doctor", help=DOCTOR_HELP)(doctor)
 app.command("sim")(sim)
 app.add_typer(bench_app, name="bench")
 
