@@ -65,6 +65,7 @@ NAMELESS = tuple(
 )
 MAY_NAME_DRAFTERS = (
     "outrider.sanitizer.faults",
+    "outrider.speculative.checkpoints",
     "outrider.speculative.drafters",
     "outrider.speculative.footprints",
     "outrider.speculative.registry",

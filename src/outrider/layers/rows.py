@@ -20,7 +20,9 @@ class Span(NamedTuple):
     kept_from: int
     """K/V of positions below it goes to the sink."""
     sees_to: int = 0
-    """Every row reads at least up to here (a block that attends both ways); otherwise each reads up to itself."""
+    """In groups that are not causal every row reads up to here: a block that attends both ways."""
+    anchored: bool = False
+    """Windows are measured from the first row, for all rows."""
 
 
 class Rows(NamedTuple):

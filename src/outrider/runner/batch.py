@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from outrider.layers.rows import Rows, Span
 from outrider.runner.tables import TableLines
 
 Int64Array = npt.NDArray[np.int64]
+FAR = 1 << 40
+"""A position past every window's length."""
 
 
 class Batcher:
@@ -34,12 +37,16 @@ class Batcher:
         positions = within + np.repeat(np.array([span.start for span in spans], np.int64), counts)
         lines = np.repeat(np.array([span.line for span in spans], np.int64), counts)
         kept = positions >= np.repeat(np.array([span.kept_from for span in spans], np.int64), counts)
-        stops = np.maximum(positions + 1, np.repeat(np.array([span.sees_to for span in spans], np.int64), counts))
         tokens = np.concatenate([np.asarray(span.tokens, np.int64) for span in spans])
-        shared = (self._tensor(positions), self._tensor(lines.astype(np.int32)), self._tensor(stops.astype(np.int32)))
+        blocks = None
+        if any(span.sees_to or span.anchored for span in spans):
+            sees_to = np.repeat(np.array([span.sees_to for span in spans], np.int64), counts)
+            anchored = np.repeat(np.array([span.anchored for span in spans], np.bool_), counts)
+            blocks = Blocks(sees_to, anchored, np.where(anchored, positions - within, positions))
+        shared = (self._tensor(positions), self._tensor(lines.astype(np.int32)))
         return Rows(
             tokens=self._tensor(tokens),
-            groups=tuple(self._group(group, positions, lines, kept, stops, shared) for group in groups),
+            groups=tuple(self._group(group, positions, lines, kept, blocks, shared) for group in groups),
             first_row=first_row.tolist(),
         )
 
@@ -49,27 +56,48 @@ class Batcher:
         positions: Int64Array,
         lines: Int64Array,
         kept: npt.NDArray[np.bool_],
-        stops: Int64Array,
-        shared: tuple[Tensor, Tensor, Tensor],
+        blocks: Blocks | None,
+        shared: tuple[Tensor, Tensor],
     ) -> AttentionRows:
         spec, table = self._layout.groups[group], self._tables.array(group)
         number, offset = np.divmod(positions, spec.page_tokens)
         # The sink is page 0: rows that are not kept write there.
         slots = np.where(kept, table[lines, number].astype(np.int64), 0) * spec.page_tokens + offset
-        first_keys = np.maximum(first_read(spec.kind, positions), self._tables.lows[lines, group])
+        first_keys = first_read(spec.kind, positions if blocks is None else blocks.windows_at)
+        first_keys = np.maximum(first_keys, self._tables.lows[lines, group])
+        stops = positions + 1
+        if blocks is not None and not spec.causal:
+            stops = blocks.stops(spec.kind, positions)
         return AttentionRows(
             positions=shared[0],
             slots=self._tensor(slots),
             sequence=shared[1],
             tables=self._tables.tensor(group),
             first_key=self._tensor(first_keys.astype(np.int32)),
-            stop_key=shared[2],
+            stop_key=self._tensor(stops.astype(np.int32)),
             most_keys=int((stops - first_keys).max()),
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+class Blocks(NamedTuple):
+    """What rows of blocks that attend both ways see beyond themselves. Per row."""
+
+    sees_to: Int64Array
+    anchored: npt.NDArray[np.bool_]
+    windows_at: Int64Array
+    """The position that a window is measured from."""
+
+    def stops(self, kind: GroupKind, positions: Int64Array) -> Int64Array:
+        stops = np.maximum(positions + 1, self.sees_to)
+        reach = FAR - kind.first_key(FAR)
+        if reach < FAR:
+            # A window that moves with its row is as long ahead as it is behind.
+            stops = np.where(self.anchored, stops, np.minimum(stops, positions + reach + 1))
+        return stops
 
 
 def first_read(kind: GroupKind, positions: Int64Array) -> Int64Array:

@@ -36,6 +36,12 @@ class RunningRequest:
         self.line = -1
         """Its line in the page tables."""
 
+    @property
+    def draws_depend(self) -> bool:
+        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length)?"""
+        sampling = self.sampling
+        return sampling.history is not None or sampling.generated < sampling.min_tokens
+
     def take(self, tokens: Sequence[int]) -> None:
         """These tokens are committed."""
         self.tokens.extend(tokens)

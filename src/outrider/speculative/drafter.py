@@ -36,6 +36,10 @@ class DraftedRequest(Protocol):
     def line(self) -> int:
         """Its line in the page tables."""
 
+    @property
+    def draws_depend(self) -> bool:
+        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length)?"""
+
 
 class FeedRow(NamedTuple):
     request: DraftedRequest

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
-from outrider.layers.ops import Ops
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
 from outrider.speculative.drafter import Drafter
+from outrider.speculative.settings import DrafterSettings
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DrafterSettings:
-    """What a drafter must fit."""
-
-    target: LoadedModel
-    ops: Ops
-    page_tokens: int
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-    progress: Callable[[str, int, int], None] | None = None
+__all__ = ["DrafterSettings", "draft_model_from", "load_drafter"]
 
 
 def _ngram(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
@@ -69,9 +56,24 @@ def draft_model_from(model: LoadedModel, settings: DrafterSettings, *, num_layer
     return DraftModel(decoder, groups, max_len=limit, fingerprint=fingerprint)
 
 
+def _block(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+    from outrider.speculative.checkpoints.dflash import load_dflash
+
+    return load_dflash(_checkpoint(config), settings)
+
+
+def _checkpoint(config: SpeculativeConfig) -> str:
+    if config.model is None:
+        raise ConfigError(
+            f"speculative_config: method {config.method!r} needs 'model': the name or path of a drafter's checkpoint"
+        )
+    return config.model
+
+
 LOADERS: dict[str, Callable[[SpeculativeConfig, DrafterSettings], Drafter]] = {
     "ngram": _ngram,
     "draft_model": _draft_model,
+    "dflash": _block,
 }
 
 

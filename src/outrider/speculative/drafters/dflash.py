@@ -1,0 +1,180 @@
+"""One pass drafts a whole block: the last sampled token and k masks, over a context made from the target's taps.
+
+    feed      context rows [durable end, v): hidden_norm(fc(taps)) gives keys and values of all layers in one product
+    propose   rows v … v + k: the token at v, then masks; row v + j predicts the token at its own position
+
+A context row has no queries and passes no feed-forward network, so feeding reads no KV. Which rows of a block see
+each other is decided per layer: see `GroupSpec.causal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.kv.groups import Sliding
+from outrider.layers.rows import Span
+from outrider.models.decoder import Decoder, LayerKV
+from outrider.models.kv_groups import LayerGroups, layer_groups
+from outrider.models.parameters import DecoderParameters, Linear
+from outrider.models.spec import DecoderSpec
+from outrider.speculative.abilities import check_abilities
+from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.drafters.taps import tap_rows
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
+from outrider.speculative.footprints import DrafterShape, footprint_for
+from outrider.speculative.settings import DrafterSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashSpec:
+    body: DecoderSpec
+    """Its own layers; embedding and head may be the target's."""
+    causal: tuple[bool, ...]
+    """Per layer: does a row of a block see only the rows before it?"""
+    anchored: bool
+    """Windows are measured from the block's first row: all its rows see [anchor - window, anchor) and the block.
+    Otherwise each row has a window of its own."""
+    taps: tuple[int, ...]
+    mask_token: int
+    block_size: int
+    """Rows of a block as it was trained; any other number works, less well."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DFlashParameters:
+    body: DecoderParameters
+    fuse: Linear
+    """Taps side by side to one hidden state: [hidden, taps * hidden]."""
+    context_norm: Tensor
+    vocabulary: DraftVocabulary
+
+
+class DFlash(Drafter):
+    layer_groups: LayerGroups
+
+    def __init__(
+        self,
+        spec: DFlashSpec,
+        parameters: DFlashParameters,
+        settings: DrafterSettings,
+        *,
+        name: str,
+        fingerprint: str,
+    ) -> None:
+        self.spec = spec
+        self.layer_groups = block_groups(spec, page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize)
+        check_abilities(settings.ops, self.layer_groups, name)
+        limit = min(settings.max_model_len, spec.body.max_position)
+        self._decoder = Decoder(spec.body, parameters.body, settings.ops, max_position=limit)
+        self._parameters = parameters
+        self._context = context_projection(spec.body, self._decoder.parameters)
+        shape = DrafterShape(groups=self.layer_groups.specs, taps=spec.taps, max_len=limit, fingerprint=fingerprint)
+        self.footprint = footprint_for("dflash", shape)
+        self._services: DraftServices | None = None
+
+    def bind(self, services: DraftServices) -> None:
+        self._services = services
+
+    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+        services = self._services
+        assert services is not None
+        spans = [
+            Span(
+                line=row.request.line,
+                start=row.interval.start,
+                tokens=row.request.tokens[row.interval.start : row.interval.end],
+                kept_from=0,
+            )
+            for row in rows
+        ]
+        fed = services.rows.rows(spans, services.groups)
+        body, ops = self.spec.body, self._decoder.ops
+        context = ops.project(tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows]), self._parameters.fuse)
+        context = ops.norm(context, self._parameters.context_norm, body.norm_eps)
+        # [rows, layers, key or value, heads, head_dim]
+        pairs = ops.project(context, self._context).view(len(context), -1, 2, body.kv_heads, body.head_dim)
+        for number, (group, _place) in enumerate(self.layer_groups.place):
+            keys, values = pairs[:, number, 0], pairs[:, number, 1]
+            ops.store(keys, values, self._decoder.attention[number], services.kv[number], fed.groups[group])
+
+    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        services = self._services
+        assert services is not None
+        mask = self.spec.mask_token
+        spans = [
+            Span(
+                line=request.line,
+                start=v,
+                tokens=[request.tokens[v], *[mask] * k],
+                kept_from=0,
+                sees_to=v + k + 1,
+                anchored=self.spec.anchored,
+            )
+            for request, v, k in rows
+        ]
+        block = services.rows.rows(spans, services.groups)
+        layers = [
+            LayerKV(kv, block.groups[group])
+            for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
+        ]
+        hidden = self._decoder.forward(block.tokens, layers).final
+        # The first row of each block is the token that is known already.
+        masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
+        logits = self._decoder.logits(hidden[torch.tensor(masks, device=hidden.device)])
+        return draw_block(services, rows, self._parameters.vocabulary.spread(logits))
+
+
+def draw_block(services: DraftServices, rows: Sequence[ProposeRow], logits: Tensor) -> list[list[int]]:
+    """k drafts for each row from k logits each, lying one after the other.
+
+    All are known at once, so all are drawn at once, but for requests whose draws depend on earlier drafts.
+    """
+    drafts: list[list[int]] = [[] for _ in rows]
+    first, starts = 0, []
+    for row in rows:
+        starts.append(first)
+        first += row.k
+    while True:
+        places: list[tuple[int, int]] = []  # (row, draft)
+        for number, (request, _v, k) in enumerate(rows):
+            have = len(drafts[number])
+            stop = min(k, have + 1) if request.draws_depend else k
+            places.extend((number, draft) for draft in range(have, stop))
+        if not places:
+            return drafts
+        draws = [
+            DrawRow(rows[number].request, rows[number].v + 1 + draft, tuple(drafts[number])) for number, draft in places
+        ]
+        wanted = [starts[number] + draft for number, draft in places]
+        if len(wanted) < len(logits):
+            drawn = services.draw(logits[torch.tensor(wanted, device=logits.device)], draws)
+        else:
+            drawn = services.draw(logits, draws)
+        for (number, _draft), token in zip(places, drawn, strict=True):
+            drafts[number].append(token)
+
+
+def block_groups(spec: DFlashSpec, *, page_tokens: int, item_bytes: int) -> LayerGroups:
+    """KV groups of the layers: by window, with the causality that layers of one window share."""
+    groups = layer_groups(spec.body, owner="draft", page_tokens=page_tokens, item_bytes=item_bytes)
+    specs = []
+    for number, group in enumerate(groups.specs):
+        causal = {causal for causal, (at, _place) in zip(spec.causal, groups.place, strict=True) if at == number}
+        assert len(causal) == 1, "layers of one window attend one way"
+        kind = group.kind
+        if spec.anchored and isinstance(kind, Sliding):
+            # A query's window counts the query; the window before an anchor does not.
+            kind = Sliding(kind.window + 1)
+        specs.append(replace(group, causal=causal.pop(), kind=kind))
+    return replace(groups, specs=tuple(specs))
+
+
+def context_projection(body: DecoderSpec, parameters: DecoderParameters) -> Linear:
+    """Keys and values of all layers from one product: [layers * (key + value), hidden]."""
+    pairs = [layer.qkv.weight[body.query_size :] for layer in parameters.layers]
+    biases = [layer.qkv.bias[body.query_size :] for layer in parameters.layers if layer.qkv.bias is not None]
+    return Linear(weight=torch.cat(pairs), bias=torch.cat(biases) if biases else None)

@@ -1,0 +1,67 @@
+"""A drafter that notes what it proposed, and hands in something else, so that drafts are accepted in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow
+
+
+class Proposal(NamedTuple):
+    tokens: list[int]
+    """Committed tokens, the last sampled one included."""
+    k: int
+    drafts: list[int]
+
+
+class Recorder(Drafter):
+    """`hand_in(tokens, drafts)`: the drafts to verify instead."""
+
+    def __init__(self, inner: Drafter, hand_in: Callable[[list[int], list[int]], list[int]] | None = None) -> None:
+        self.inner = inner
+        self.footprint = inner.footprint
+        self.layer_groups = inner.layer_groups
+        self.proposals: list[Proposal] = []
+        self.batches: list[list[int]] = []
+        """The k of each batch's requests."""
+        self.fed: list[tuple[str, int, int]] = []
+        self._hand_in = hand_in
+
+    def bind(self, services: DraftServices) -> None:
+        self.inner.bind(services)
+
+    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+        self.fed += [(row.request.id, row.interval.start, row.interval.end) for row in rows]
+        self.inner.feed(rows, taps)
+
+    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        found = self.inner.propose(rows)
+        self.batches.append([row.k for row in rows])
+        handed = []
+        for row, drafts in zip(rows, found, strict=True):
+            tokens = row.request.tokens.tolist()
+            assert (len(tokens), len(drafts)) == (row.v + 1, row.k)
+            self.proposals.append(Proposal(tokens, row.k, drafts))
+            handed.append(drafts if self._hand_in is None else self._hand_in(tokens, drafts))
+        return handed
+
+    def forget(self, request_id: str) -> None:
+        self.inner.forget(request_id)
+
+
+def mostly_right(texts: Sequence[Sequence[int]]) -> Callable[[list[int], list[int]], list[int]]:
+    """Drafts that go on as one of these texts does, wrong from a place on that differs from step to step."""
+
+    def hand_in(tokens: list[int], drafts: list[int]) -> list[int]:
+        text = next((t for t in texts if list(t[: len(tokens)]) == tokens), None)
+        if text is None:
+            return drafts
+        right = [*text[len(tokens) : len(tokens) + len(drafts)]]
+        right += [0] * (len(drafts) - len(right))
+        wrong_from = len(tokens) % (len(drafts) + 1)
+        return right[:wrong_from] + drafts[wrong_from:]
+
+    return hand_in
