@@ -12,6 +12,7 @@ from outrider.api.cli.chat import CHAT_HELP, chat
 from outrider.api.cli.doctor import DOCTOR_HELP, doctor
 from outrider.api.cli.generate import GENERATE_HELP, generate
 from outrider.api.cli.sim import sim
+from outrider.api.cli.train import train_app
 from outrider.errors import OutriderError
 
 # The status typer itself uses for a command that was called wrongly.
@@ -50,6 +51,7 @@ app.command("generate", help=GENERATE_HELP)(generate)
 app.command("doctor", help=DOCTOR_HELP)(doctor)
 app.command("sim")(sim)
 app.add_typer(bench_app, name="bench")
+app.add_typer(train_app, name="train")
 
 
 def main() -> None:

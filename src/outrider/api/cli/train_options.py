@@ -1,0 +1,102 @@
+"""Options that both kinds of training share. Names and meanings are those of `TrainSettings`, which checks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.models.resolve import DEFAULT_MODEL
+from outrider.training.settings import ATTENTIONS, OPTIMISERS, WEIGHTINGS, TrainSettings
+
+RUN = "Run"
+DATA = "Data"
+OPTIMISATION = "Optimisation"
+SPEED = "Speed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The target: a built-in name, a directory, a .gguf file or a hub id.")
+    ] = DEFAULT_MODEL
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="Of the target: auto, float32, float16 or bfloat16.")] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    minutes: Annotated[
+        float | None, typer.Option(help="Train that long; the schedule ends with it.", rich_help_panel=RUN)
+    ] = None
+    steps: Annotated[int | None, typer.Option(help="Or that many steps.", rich_help_panel=RUN)] = None
+    seed: Annotated[int, typer.Option(rich_help_panel=RUN, help="Of weights, order and anchors.")] = 0
+    log_every: Annotated[int, typer.Option(rich_help_panel=RUN, help="Steps between two lines.")] = (
+        TrainSettings.log_every
+    )
+    evaluate_every_s: Annotated[float, typer.Option(rich_help_panel=RUN, help="Seconds between evaluations.")] = 60.0
+    save_every_s: Annotated[
+        float, typer.Option(rich_help_panel=RUN, help="Seconds between states saved and drafters exported.")
+    ] = 120.0
+    shard_mib: Annotated[
+        int | None, typer.Option(rich_help_panel=RUN, help="Cut the exported weights into files of this size.")
+    ] = None
+
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(help="Greedy answers (see held-out). Default: a slice of the data.", rich_help_panel=DATA),
+    ] = None
+    watch: Annotated[bool, typer.Option(help="Look for data that is added meanwhile.", rich_help_panel=DATA)] = False
+    holdout: Annotated[int, typer.Option(help="Streams held out where no --evaluation is.", rich_help_panel=DATA)] = 64
+    batch_streams: Annotated[int, typer.Option(help="Streams per step.", rich_help_panel=DATA)] = 64
+    pool_streams: Annotated[
+        int, typer.Option(help="Streams whose target states are kept at a time.", rich_help_panel=DATA)
+    ] = 4096
+    reuse: Annotated[
+        int, typer.Option(help="Times a stream is drawn before it is replaced.", rich_help_panel=DATA)
+    ] = 4
+
+    optimiser: Annotated[str, typer.Option(help=", ".join(OPTIMISERS), rich_help_panel=OPTIMISATION)] = "muon"
+    lr: Annotated[float, typer.Option(help="Highest learning rate.", rich_help_panel=OPTIMISATION)] = 1.5e-3
+    warmup_steps: Annotated[int, typer.Option(help="Steps up to it.", rich_help_panel=OPTIMISATION)] = 200
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.", rich_help_panel=OPTIMISATION)] = 0.01
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.", rich_help_panel=OPTIMISATION)] = 1.0
+    weighting: Annotated[
+        str, typer.Option(help=f"How drafts of a block count: {', '.join(WEIGHTINGS)}.", rich_help_panel=OPTIMISATION)
+    ] = "decay"
+    gamma: Annotated[float, typer.Option(help="Of decay: exp(-(j-1)/gamma).", rich_help_panel=OPTIMISATION)] = 4.0
+    distil: Annotated[
+        float,
+        typer.Option(help="Share of the target's whole distribution in the aim.", rich_help_panel=OPTIMISATION),
+    ] = 0.0
+
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile for a GPU.", rich_help_panel=SPEED)
+    ] = True
+    attention: Annotated[str, typer.Option(help=", ".join(ATTENTIONS), rich_help_panel=SPEED)] = "auto"
+    chunk_rows: Annotated[int, typer.Option(help="Rows of logits at a time.", rich_help_panel=SPEED)] = 4096
+
+    def settings(self) -> dict[str, Any]:
+        """As TrainSettings takes them."""
+        return dict(vars(self))
+
+
+def tap_ids(text: str | None) -> tuple[int, ...] | None:
+    """1,8,14: layer numbers from 0."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of layer numbers; write 1,8,14") from None
+
+
+def temperature_shares(text: str) -> tuple[tuple[float, float], ...]:
+    """0:0.8,0.6:0.2: temperature and share."""
+    try:
+        pairs = [tuple(float(number) for number in part.split(":")) for part in text.split(",")]
+        return tuple((heat, share) for heat, share in pairs)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of temperatures with shares; write 0:0.8,0.6:0.2") from None

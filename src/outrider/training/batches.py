@@ -1,0 +1,132 @@
+"""What a step is fed with: streams with the target's states, random anchors, and labels for the drafts.
+
+    position   …  a-1 │  a      a+1   …  a+k
+               context │ anchor  draft 1 … draft k
+
+The target has read what lies before the anchor; the anchor is the token it sampled last. Draft j is right if it is
+what the target itself prefers at a + j after everything before. On text that the target sampled with some temperature
+that is known for as long as the text follows the target's preference: later drafts of the block have no label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pool:
+    """Streams whose target states have been computed, ready to be drawn from several times."""
+
+    tokens: Tensor
+    """[streams, length], int64, as is `best`."""
+    best: Tensor
+    """The target's most likely token at each position, given everything before it."""
+    roles: Tensor
+    taps: Tensor
+    """[streams, length, taps * hidden], scaled."""
+    final: Tensor | None
+    """[streams, length, hidden]: the head's input at p, which decides the token at p + 1."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, index: Tensor) -> Pool:
+        final = None if self.final is None else self.final[index]
+        return Pool(
+            tokens=self.tokens[index],
+            best=self.best[index],
+            roles=self.roles[index],
+            taps=self.taps[index],
+            final=final,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    tokens: Tensor
+    """[streams, length]"""
+    taps: Tensor
+    anchors: Tensor
+    """[streams, anchors], rising."""
+    labels: Tensor
+    """[streams, anchors, k]"""
+    known: Tensor
+    """[streams, anchors, k]: the label is what the target would say."""
+    teacher: Tensor | None
+    """[streams, anchors, k, hidden]: the head's input that decides each label."""
+
+
+def eligible_anchors(roles: Tensor) -> Tensor:
+    """The assistant sampled the token here and the next one. Nothing precedes position 0, so it is no anchor."""
+    following = torch.zeros_like(roles)
+    following[:, :-1] = roles[:, 1:]
+    eligible = roles & following
+    eligible[:, 0] = False
+    return eligible
+
+
+def known_counts(pool: Pool, k: int) -> Tensor:
+    """[streams, length]: how many of k drafts behind an anchor at each position would have a label."""
+    eligible = eligible_anchors(pool.roles)
+    everywhere = torch.arange(pool.tokens.shape[1], device=pool.tokens.device).expand_as(pool.tokens)
+    _, _, known = block_labels(pool, everywhere, eligible, k)
+    return known.sum(-1)
+
+
+def draw_anchors(counts: Tensor, anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Different anchors of each stream, in rising order, and which of them are real.
+
+    Positions are drawn with a weight of `counts`, their labels: an anchor with few teaches little for the same work.
+    A stream with too few eligible positions has the missing anchors at its end: they have no labels.
+    """
+    waits = torch.empty(counts.shape, device=counts.device).exponential_(generator=generator) / counts
+    chosen = waits.topk(anchors, dim=1, largest=False)
+    real = chosen.values.isfinite()
+    places, order = torch.where(real, chosen.indices, counts.shape[1] - 1).sort(dim=1)
+    return places, real.gather(1, order)
+
+
+def block_labels(pool: Pool, anchors: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(positions, labels, known) of the drafts behind each anchor, each [streams, anchors, k]."""
+    length = pool.tokens.shape[1]
+    raw = anchors[..., None] + torch.arange(1, k + 1, device=anchors.device)
+    positions = raw.clamp(max=length - 1)
+    flat = positions.flatten(1)
+
+    def at(values: Tensor) -> Tensor:
+        return values.gather(1, flat).view(positions.shape)
+
+    labels = at(pool.best)
+    sampled = at(pool.roles) & (raw < length) & real[..., None]
+    followed = at(pool.tokens) == labels
+    # Draft j needs the text to have followed the target up to j - 1.
+    so_far = torch.ones_like(followed)
+    so_far[..., 1:] = followed[..., :-1]
+    known = torch.cumprod((sampled & so_far).to(torch.int32), dim=-1).bool()
+    return positions, labels, known
+
+
+def make_batch(pool: Pool, anchors: Tensor, real: Tensor, k: int) -> Batch:
+    positions, labels, known = block_labels(pool, anchors, real, k)
+    teacher = None
+    if pool.final is not None:
+        rows = (positions - 1).flatten(1)
+        teacher = pool.final.gather(1, rows[..., None].expand(-1, -1, pool.final.shape[-1]))
+        teacher = teacher.view(*positions.shape, -1)
+    return Batch(
+        tokens=pool.tokens, taps=pool.taps, anchors=anchors, labels=labels, known=known, teacher=teacher
+    )
+
+
+def decay_weights(k: int, gamma: float, device: torch.device) -> Tensor:
+    """exp(-(j - 1) / gamma) for drafts j = 1 … k: an early miss costs everything behind it."""
+    return torch.exp(-torch.arange(k, dtype=torch.float32, device=device) / gamma)
+
+
+def dpace_weights(confidence: Tensor, alpha: float = 0.5) -> Tensor:
+    """Σ over m ≥ j of Π over i ≤ m of ((1 - alpha) q_i + alpha), q being the drafter's confidence in each label."""
+    running = torch.cumprod((1 - alpha) * confidence.detach() + alpha, dim=-1)
+    return running.flip(-1).cumsum(-1).flip(-1)

@@ -1,0 +1,118 @@
+"""Streams of token ids with a bit per token: was it sampled by the assistant?
+
+A corpus is a directory of `toks_N.npy` (uint16 or uint32, [streams, length]) with their bits either in one
+`roles.npy` for all of them in order, or in a `roles_N.npy` beside each (np.packbits along axis 1).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.errors import ConfigError
+
+Tokens = npt.NDArray[np.integer]
+Roles = npt.NDArray[np.bool_]
+
+TOKENS_NAME = re.compile(r"toks_(\d+)\.npy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Streams:
+    tokens: Tokens
+    """[streams, length]"""
+    roles: Roles
+    """[streams, length]: the assistant sampled this token."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, where: slice | npt.NDArray[np.integer]) -> Streams:
+        return Streams(tokens=self.tokens[where], roles=self.roles[where])
+
+
+def read_corpus(path: Path, *, vocab_size: int) -> Streams:
+    """Every stream of a directory, or of one token file with its roles beside it."""
+    if path.is_dir():
+        files = sorted(
+            (file for file in path.iterdir() if TOKENS_NAME.fullmatch(file.name)),
+            key=lambda file: int(TOKENS_NAME.fullmatch(file.name)[1]),  # type: ignore[index]
+        )
+    else:
+        files = [path] if path.is_file() else []
+    if not files:
+        raise ConfigError(f"{path} has no toks_N.npy; make a corpus first: outrider train corpus --output {path}")
+    tokens = [_read_array(file) for file in files]
+    for file, part in zip(files, tokens, strict=True):
+        _check_tokens(file, part, tokens[0].shape[1] if tokens[0].ndim == 2 else 0, vocab_size)
+    roles = _read_roles(files, [len(part) for part in tokens], tokens[0].shape[1])
+    if not roles.any():
+        raise ConfigError(f"{path}: no token was sampled by the assistant, so there is nothing to learn from")
+    return Streams(tokens=np.concatenate(tokens), roles=roles)
+
+
+def count_files(path: Path) -> int:
+    return sum(1 for file in path.iterdir() if TOKENS_NAME.fullmatch(file.name)) if path.is_dir() else 1
+
+
+def write_shard(directory: Path, streams: Streams) -> Path:
+    """Add streams to a corpus; a reader sees the whole shard or nothing of it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / "roles.npy").exists():
+        raise ConfigError(f"{directory} keeps all roles in one file: write new streams into a directory of their own")
+    number = count_files(directory)
+    dtype = np.uint16 if streams.tokens.size == 0 or int(streams.tokens.max()) < 1 << 16 else np.uint32
+    path = directory / f"toks_{number}.npy"
+    # Roles first: tokens without roles would be refused by a reader that comes in between.
+    _write_array(directory / f"roles_{number}.npy", np.packbits(streams.roles, axis=1))
+    _write_array(path, streams.tokens.astype(dtype))
+    return path
+
+
+def _write_array(path: Path, array: npt.NDArray[np.generic]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        np.save(file, array)
+    partial.replace(path)
+
+
+def _read_array(path: Path) -> npt.NDArray[np.integer]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as problem:
+        raise ConfigError(f"{path} is no readable npy file: {problem}") from None
+    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.integer):
+        raise ConfigError(f"{path} does not hold whole numbers")
+    return array
+
+
+def _check_tokens(path: Path, tokens: Tokens, length: int, vocab_size: int) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] != length or not tokens.size:
+        raise ConfigError(f"{path} has shape {tokens.shape}; streams of one length are wanted: [streams, length]")
+    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+        raise ConfigError(
+            f"{path} has token ids up to {int(tokens.max())}, but the target knows {vocab_size} tokens: "
+            "the corpus was made with another model"
+        )
+
+
+def _read_roles(files: list[Path], counts: list[int], length: int) -> Roles:
+    directory = files[0].parent
+    beside = [file.with_name(file.name.replace("toks", "roles", 1)) for file in files]
+    if all(file.is_file() and file != tokens for file, tokens in zip(beside, files, strict=True)):
+        packed = np.concatenate([_read_array(file) for file in beside])
+    elif (directory / "roles.npy").is_file():
+        packed = _read_array(directory / "roles.npy")
+    else:
+        raise ConfigError(f"{directory}: roles are missing; {beside[0].name} or roles.npy must lie beside the tokens")
+    if packed.shape != (sum(counts), (length + 7) // 8):
+        raise ConfigError(
+            f"{directory}: roles have shape {packed.shape}, but {sum(counts)} streams of {length} tokens need "
+            f"({sum(counts)}, {(length + 7) // 8})"
+        )
+    return np.unpackbits(packed.astype(np.uint8), axis=1, count=length).astype(np.bool_)

@@ -1,0 +1,136 @@
+"""Acceptance of a drafter on greedy answers: drafts at every position, then the walk of decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.training.acceptance import Acceptance, answers, nothing, walk
+from outrider.training.batches import Batch, Pool, eligible_anchors
+from outrider.training.corpus import Streams, read_corpus
+from outrider.training.drafts import DraftPlan
+from outrider.training.pooling import wide_logits
+
+CATEGORIES_FILE = "categories.json"
+ARGMAX_ROWS = 8192
+# An answer that the target would not have written so is no greedy text: a rare tie is allowed.
+GREEDY_SHARE = 0.97
+
+
+def read_evaluation(path: Path, *, vocab_size: int, length: int) -> tuple[Streams, list[str]]:
+    """Streams of greedy answers and the category of each."""
+    streams = read_corpus(path, vocab_size=vocab_size)
+    if streams.tokens.shape[1] != length:
+        raise ConfigError(
+            f"{path} has streams of {streams.tokens.shape[1]} tokens, the training data of {length}: "
+            f"make it again with --length {length}"
+        )
+    names = path / CATEGORIES_FILE
+    categories = json.loads(names.read_text(encoding="utf-8")) if names.is_file() else ["all"] * len(streams)
+    if not isinstance(categories, list) or len(categories) != len(streams):
+        raise ConfigError(f"{names} must list a category for each of {len(streams)} streams")
+    return streams, [str(category) for category in categories]
+
+
+class Evaluation:
+    """Holds the target's states for the evaluation streams, so that each round costs only the drafts."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        categories: list[str],
+        plan: DraftPlan,
+        rows: Callable[[Batch], Tensor],
+        *,
+        batch_streams: int,
+        anchors: int,
+        k: int,
+    ) -> None:
+        self.pool, self.categories, self.plan, self.rows = pool, categories, plan, rows
+        self.batch_streams, self.anchors, self.k = batch_streams, anchors, k
+        self.eligible = eligible_anchors(pool.roles)
+
+    def right(self) -> npt.NDArray[np.bool_]:
+        """[streams, length, k]: draft j + 1 at an anchor here is the token that follows."""
+        found = torch.zeros(*self.pool.tokens.shape, self.k, dtype=torch.bool, device=self.pool.tokens.device)
+        for start in range(0, len(self.pool), self.batch_streams):
+            real = torch.arange(start, min(start + self.batch_streams, len(self.pool)), device=found.device)
+            # Every pass has the shape that training has, so that nothing is compiled for it.
+            index = torch.cat([real, real[:1].expand(self.batch_streams - len(real))])
+            part = self.pool.take(index)
+            order = self.eligible[index].to(torch.int32).argsort(dim=1, descending=True, stable=True)
+            most = int(self.eligible[index].sum(1).max())
+            for first in range(0, most, self.anchors):
+                chosen = order[:, first : first + self.anchors]
+                missing = self.anchors - chosen.shape[1]
+                if missing:
+                    chosen = torch.cat([chosen, chosen[:, -1:].expand(-1, missing)], dim=1)
+                anchors = chosen.sort(dim=1).values.clamp(min=1)
+                hits = self._hits(part, anchors)[: len(real)]
+                found[real[:, None], anchors[: len(real)]] = hits
+        return found.cpu().numpy()
+
+    def _hits(self, part: Pool, anchors: Tensor) -> Tensor:
+        # The labels are the text itself here.
+        positions = anchors[..., None] + torch.arange(1, self.k + 1, device=anchors.device)
+        length = part.tokens.shape[1]
+        tokens = part.tokens.gather(1, positions.clamp(max=length - 1).flatten(1)).view(positions.shape)
+        batch = Batch(
+            tokens=part.tokens,
+            taps=part.taps,
+            anchors=anchors,
+            labels=tokens,
+            known=positions < length,
+            teacher=None,
+        )
+        # With gradients on, although none are wanted: the compiled network is the one that training uses.
+        rows = self.rows(batch).detach()
+        head = self.plan.head.to(rows.dtype)
+        flat = rows.flatten(0, 2)
+        best = torch.cat([wide_logits(some, head).argmax(-1) for some in flat.split(ARGMAX_ROWS)])
+        labels, known = self.plan.draft_labels(batch)
+        return (best.view(labels.shape) == labels) & known
+
+    def run(self) -> dict[str, Acceptance]:
+        """By category, and over everything as "all"."""
+        right = self.right()
+        tokens, best = self.pool.tokens.cpu().numpy(), self.pool.best.cpu().numpy()
+        roles = self.pool.roles.cpu().numpy()
+        totals: dict[str, Acceptance] = {"all": nothing(self.k)}
+        for number, category in enumerate(self.categories):
+            for start, stop in answers(roles[number]):
+                greedy = (tokens[number, start:stop] == best[number, start:stop]).mean()
+                if start == 0 or greedy < GREEDY_SHARE:
+                    continue
+                one = walk(right[number], start, stop)
+                for name in {category, "all"}:
+                    totals[name] = totals.get(name, nothing(self.k)).plus(one)
+        return totals
+
+
+def describe(totals: dict[str, Acceptance]) -> str:
+    names = sorted(totals, key=lambda name: (name != "all", name))
+    return "acceptance length " + ", ".join(f"{name} {totals[name].mean_length:.2f}" for name in names)
+
+
+def as_json(totals: dict[str, Acceptance], k: int) -> dict[str, Any]:
+    return {
+        "k": k,
+        "categories": {
+            name: {
+                "mean_acceptance_length": round(one.mean_length, 4),
+                "steps": one.steps,
+                "tokens": one.tokens,
+                "accepted_at": list(one.accepted_at),
+            }
+            for name, one in sorted(totals.items())
+        },
+    }

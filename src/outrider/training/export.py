@@ -1,0 +1,187 @@
+"""Drafters on disk, in the layouts that other engines read: z-lab's for DFlash, speculators' for EAGLE-3."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.models.spec import DecoderSpec, RopeScaling
+from outrider.training.card import model_card
+from outrider.training.drafts import DraftPlan
+from outrider.training.settings import TrainSettings
+from outrider.training.target import Target, first_rope
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+CARD = "README.md"
+EVALUATION = "evaluation.json"
+
+
+def export_drafter(
+    settings: TrainSettings,
+    target: Target,
+    plan: DraftPlan,
+    scale: Tensor,
+    *,
+    trained: dict[str, Any],
+    evaluation: dict[str, Any] | None,
+) -> None:
+    """Write everything beside its final name first: what lies in the output is always a whole drafter."""
+    tensors = draft_tensors(plan, scale)
+    config = dflash_config(settings, target, plan) if settings.method == "dflash" else eagle3_config(
+        settings, target, plan
+    )
+    directory = settings.output
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory, tensors, shard_mib=settings.shard_mib)
+    _write_json(directory / CONFIG, config)
+    if evaluation is not None:
+        _write_json(directory / EVALUATION, evaluation)
+    card = model_card(settings, target, plan, trained=trained, evaluation=evaluation)
+    _replace(directory / CARD, card.encode())
+
+
+def draft_tensors(plan: DraftPlan, scale: Tensor) -> dict[str, Tensor]:
+    """As checkpoints name them, in bfloat16. The taps' scale is folded into the first projection."""
+    tensors = {name: tensor.detach().float().cpu() for name, tensor in plan.network.state_dict().items()}
+    tensors["fc.weight"] = tensors["fc.weight"] * scale.float().cpu()
+    stored = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    if plan.network.block_size is None:
+        stored["lm_head.weight"] = plan.head.detach().to("cpu", torch.bfloat16).contiguous()
+        if plan.kept is not None and plan.draft_ids is not None:
+            kept = plan.kept.cpu()
+            stored["d2t"] = kept - torch.arange(len(kept))
+            stored["t2d"] = plan.draft_ids.cpu() >= 0
+    return stored
+
+
+def body_config(spec: DecoderSpec, layers: int) -> dict[str, Any]:
+    rope = first_rope(spec)
+    config: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.scaling is RopeScaling.NONE else _rope_scaling(spec),
+        "max_position_embeddings": spec.max_position,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    }
+    return config
+
+
+def _rope_scaling(spec: DecoderSpec) -> dict[str, Any]:
+    rope = first_rope(spec)
+    return {
+        "rope_type": rope.scaling.value,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+    }
+
+
+def dflash_config(settings: TrainSettings, target: Target, plan: DraftPlan) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        **body_config(target.spec, settings.layers),
+        "layer_types": ["full_attention"] * settings.layers,
+        "num_target_layers": len(target.spec.layers),
+        "block_size": settings.block_size,
+        "dflash_config": {
+            "mask_token_id": plan.mask_token_id,
+            "target_layer_ids": list(plan.taps),
+            "causal": settings.causal,
+        },
+    }
+
+
+def eagle3_config(settings: TrainSettings, target: Target, plan: DraftPlan) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "dtype": "bfloat16",
+        "draft_vocab_size": len(plan.head),
+        "target_hidden_size": target.spec.hidden_size,
+        "norm_before_residual": False,
+        "tie_word_embeddings": False,
+        # These count what enters a layer; our taps count what leaves one.
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in plan.taps],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            **body_config(target.spec, settings.layers),
+            "mlp_bias": False,
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": settings.k, "verifier_accept_k": 1}
+            ],
+            "verifier": {"name_or_path": target.name, "architectures": []},
+        },
+    }
+
+
+def write_tensors(directory: Path, tensors: dict[str, Tensor], *, shard_mib: int | None) -> None:
+    """One file, or several of at most `shard_mib` with an index."""
+    shards = _shards(tensors, None if shard_mib is None else shard_mib << 20)
+    if len(shards) == 1:
+        _save(directory / WEIGHTS, shards[0])
+        (directory / INDEX).unlink(missing_ok=True)
+        return
+    names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _save(directory / name, shard)
+    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    (directory / WEIGHTS).unlink(missing_ok=True)
+
+
+def _shards(tensors: dict[str, Tensor], limit_bytes: int | None) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if limit_bytes is not None and shards[-1] and filled + tensor.nbytes > limit_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    return shards
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    _replace(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)

@@ -1,0 +1,204 @@
+"""The target talks to itself: many conversations in lockstep, one token of each per step.
+
+Every conversation is a stream of one length. What a stream does at a position is decided on the device, so that a
+step is always the same sequence of kernels and can be replayed as a CUDA graph:
+
+    prompt ──► answer ──► bridge ──► question ──► bridge ──► answer ──► …
+
+Prompts and bridges (the tokens between turns) are given; answers and questions are sampled until an end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.models.parameters import DenseMLP
+from outrider.training.corpus import Streams
+from outrider.training.pooling import wide_logits
+from outrider.training.target import OPS, Target, after_attention, queries_keys_values, tensors_of
+
+PROMPT, ANSWER, TO_QUESTION, QUESTION, TO_ANSWER, IDLE = range(6)
+LENGTH_STEP = 128
+"""Attention reads a whole number of these; a graph is captured for each."""
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """How turns follow each other, as token ids."""
+
+    end: int
+    """Ends an answer or a question."""
+    to_question: tuple[int, ...]
+    """From behind an answer's end to the beginning of the next question."""
+    to_answer: tuple[int, ...]
+    question_temperature: float = 0.8
+    single: bool = False
+    """Stop after the first answer; the rest of the stream is filled with the end token."""
+
+
+class Lockstep:
+    """A fixed number of streams of a fixed length, with their keys and values."""
+
+    def __init__(self, target: Target, *, streams: int, length: int, conversation: Conversation, seed: int) -> None:
+        self.target, self.streams, self.length, self.conversation = target, streams, length, conversation
+        device, spec = target.device, target.spec
+        shape = (len(spec.layers), 2, streams, spec.kv_heads, length, spec.head_dim)
+        self.kv = torch.zeros(shape, dtype=target.parameters.embedding.dtype, device=device)
+        # The device's own generator: graphs know how to move it on.
+        torch.manual_seed(seed)
+        self.tokens = torch.zeros(streams, length + 1, dtype=torch.int64, device=device)
+        self.roles = torch.zeros(streams, length + 1, dtype=torch.bool, device=device)
+        self.prompt_stop = torch.zeros(streams, dtype=torch.int64, device=device)
+        self.temperature = torch.zeros(streams, device=device)
+        self.mode = torch.zeros(streams, dtype=torch.int64, device=device)
+        self.given = torch.zeros(streams, dtype=torch.int64, device=device)
+        """How many tokens of a bridge have been placed."""
+        self.position = torch.zeros((), dtype=torch.int64, device=device)
+        self._bridges = [torch.tensor(bridge, device=device) for bridge in self._bridge_ids()]
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._tables = {
+            layer.rope: target.rotary(layer.rope, length) for layer in spec.layers
+        }
+        if any(layer.window is not None for layer in spec.layers):
+            raise ConfigError("conversations cannot be generated for targets with sliding windows yet")
+
+    def _bridge_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        conversation = self.conversation
+        if not conversation.single and not (conversation.to_question and conversation.to_answer):
+            raise ConfigError("conversations of several turns need the tokens between turns")
+        return conversation.to_question or (conversation.end,), conversation.to_answer or (conversation.end,)
+
+    @torch.no_grad()
+    def run(self, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], *, steps: int | None = None) -> Streams:
+        """One stream per prompt; prompts must leave room for an answer."""
+        assert len(prompts) == self.streams == len(temperatures)
+        table = np.zeros((self.streams, self.length + 1), dtype=np.int64)
+        for number, prompt in enumerate(prompts):
+            assert 0 < len(prompt) < self.length
+            table[number, : len(prompt)] = prompt
+        self.tokens.copy_(torch.from_numpy(table))
+        self.roles.zero_()
+        self.prompt_stop.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        self.temperature.copy_(torch.tensor(temperatures, dtype=torch.float32))
+        self.mode.zero_()
+        self.given.zero_()
+        self.position.zero_()
+        for position in range(min(self.length - 1, steps or self.length)):
+            self._replay(min(self.length, (position // LENGTH_STEP + 1) * LENGTH_STEP))
+        return Streams(
+            tokens=self.tokens[:, : self.length].cpu().numpy(), roles=self.roles[:, : self.length].cpu().numpy()
+        )
+
+    def _replay(self, reach: int) -> None:
+        if not self.tokens.is_cuda:
+            self._step(reach)
+            return
+        if reach not in self._graphs:
+            self._capture(reach)
+        self._graphs[reach].replay()
+
+    def _capture(self, reach: int) -> None:
+        state = (self.tokens, self.roles, self.mode, self.given, self.position)
+        before = [tensor.clone() for tensor in state]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP_STEPS):
+                self._step(reach)
+                # Warm-up must not move on: it would leave the range that this graph serves.
+                for tensor, old in zip(state, before, strict=True):
+                    tensor.copy_(old)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # They never run at once, so they may share their scratch memory.
+        with torch.cuda.graph(graph, pool=self._graphs[min(self._graphs)].pool() if self._graphs else None):
+            self._step(reach)
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(old)
+        self._graphs[reach] = graph
+
+    def _step(self, reach: int) -> None:
+        """Read the token at `position`, decide the one behind it."""
+        at = self.position.view(1, 1).expand(self.streams, 1)
+        logits = self._logits(self.tokens.gather(1, at)[:, 0], reach)
+        sampled = self._sample(logits)
+        self._place(sampled)
+        self.position += 1
+
+    def _logits(self, tokens: Tensor, reach: int) -> Tensor:
+        target, spec = self.target, self.target.spec
+        x = target.embed(tokens)
+        place = self.position.view(1)
+        unseen = torch.arange(reach, device=x.device) > self.position
+        for number, (layer, parameters) in enumerate(zip(spec.layers, target.parameters.layers, strict=True)):
+            assert isinstance(parameters.mlp, DenseMLP)
+            weights = tensors_of(parameters)
+            row = self._tables[layer.rope].index_select(0, place)
+            q, k, v = queries_keys_values(x[:, None], weights, row, spec)
+            keys, values = self.kv[number, 0], self.kv[number, 1]
+            keys.index_copy_(2, place, k.transpose(1, 2))
+            values.index_copy_(2, place, v.transpose(1, 2))
+            # Query heads that share a key head become its rows.
+            grouped = q.view(self.streams, spec.kv_heads, -1, spec.head_dim)
+            scores = (grouped * spec.score_scale) @ keys[:, :, :reach].mT
+            shares = torch.softmax(scores.float().masked_fill(unseen, float("-inf")), dim=-1)
+            attended = (shares.to(x.dtype) @ values[:, :, :reach]).flatten(1)
+            x = after_attention(x, attended, weights, spec)
+        return wide_logits(OPS.norm(x, target.parameters.final_norm, spec.norm_eps), target.head)
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        """Greedy at temperature 0, otherwise the largest of logits with Gumbel noise."""
+        asking = self.mode == QUESTION
+        temperature = torch.where(asking, self.conversation.question_temperature, self.temperature)[:, None]
+        noise = torch.empty_like(logits).exponential_().log_()
+        return torch.where(temperature > 0, logits - temperature * noise, logits).argmax(-1)
+
+    def _place(self, sampled: Tensor) -> None:
+        """Every stream's next token, by what the stream is doing, and what it does after."""
+        conversation, mode = self.conversation, self.mode
+        behind = self.position + 1
+        at = behind.view(1, 1).expand(self.streams, 1)
+        prompt = self.tokens.gather(1, at)[:, 0]
+        to_question, to_answer = self._bridges
+        # The token behind the prompt's last is the answer's first.
+        mode = torch.where((mode == PROMPT) & (behind >= self.prompt_stop), ANSWER, mode)
+        token = torch.where(mode == PROMPT, prompt, sampled)
+        token = torch.where(mode == TO_QUESTION, to_question[self.given.clamp(max=len(to_question) - 1)], token)
+        token = torch.where(mode == TO_ANSWER, to_answer[self.given.clamp(max=len(to_answer) - 1)], token)
+        token = torch.where(mode == IDLE, conversation.end, token)
+        self.tokens.scatter_(1, at, token[:, None])
+        self.roles.scatter_(1, at, (mode == ANSWER)[:, None])
+        given = torch.where((mode == TO_QUESTION) | (mode == TO_ANSWER), self.given + 1, 0)
+        ended = token == conversation.end
+        after = IDLE if conversation.single else TO_QUESTION
+        mode = torch.where((mode == ANSWER) & ended, after, mode)
+        mode = torch.where((mode == QUESTION) & ended, TO_ANSWER, mode)
+        mode = torch.where((mode == TO_QUESTION) & (given == len(to_question)), QUESTION, mode)
+        mode = torch.where((mode == TO_ANSWER) & (given == len(to_answer)), ANSWER, mode)
+        self.given.copy_(torch.where((mode == QUESTION) | (mode == ANSWER), 0, given))
+        self.mode.copy_(mode)
+
+
+def generate_corpus(
+    lockstep: Lockstep,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    *,
+    each: Callable[[Streams, int], None],
+) -> None:
+    """All prompts, a lockstep's worth at a time; `each` takes what is done and how many prompts are left."""
+    size = lockstep.streams
+    for start in range(0, len(prompts), size):
+        part, heat = list(prompts[start : start + size]), list(temperatures[start : start + size])
+        real = len(part)
+        part += part[:1] * (size - real)
+        heat += heat[:1] * (size - real)
+        streams = lockstep.run(part, heat)
+        each(streams[slice(0, real)], len(prompts) - start - real)

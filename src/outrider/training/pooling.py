@@ -1,0 +1,134 @@
+"""Which streams come next, and the target's states for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.training.batches import Pool
+from outrider.training.corpus import Streams, count_files, read_corpus
+from outrider.training.target import Target
+
+ARGMAX_ROWS = 8192
+FIRST_TOKENS = 8
+
+
+class StreamSource:
+    """Streams of several corpora, each once per epoch, in an order that a seed fixes."""
+
+    def __init__(self, paths: Sequence[Path], *, vocab_size: int, holdout: int, seed: int, watch: bool) -> None:
+        self.paths, self.vocab_size, self.watch = tuple(paths), vocab_size, watch
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._counts = self._count()
+        self.streams = self._read()
+        holdout = min(holdout, len(self.streams) // 4)
+        # The first ones: data that is added later does not move them.
+        self.held_out = self.streams[slice(0, holdout)]
+        self._first = holdout
+        self._order = np.empty(0, dtype=np.int64)
+        self.epoch = 0
+
+    def _count(self) -> tuple[int, ...]:
+        return tuple(count_files(path) if path.exists() else 0 for path in self.paths)
+
+    def _read(self) -> Streams:
+        present = [path for path, count in zip(self.paths, self._counts, strict=True) if count or not self.watch]
+        if not present:
+            raise ConfigError(f"{', '.join(str(path) for path in self.paths)}: no streams yet")
+        parts = [read_corpus(path, vocab_size=self.vocab_size) for path in present]
+        if len({part.tokens.shape[1] for part in parts}) > 1:
+            raise ConfigError("the corpora have streams of different lengths; train on one length at a time")
+        return Streams(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            roles=np.concatenate([part.roles for part in parts]),
+        )
+
+    def next(self, count: int) -> npt.NDArray[np.int64]:
+        """Indices of the next streams; at the end of an epoch the rest and the beginning of the next."""
+        if self.watch and (counts := self._count()) != self._counts:
+            self._counts = counts
+            self.streams = self._read()
+            self._order = np.empty(0, dtype=np.int64)
+        while len(self._order) < count:
+            fresh = self._generator.permutation(np.arange(self._first, len(self.streams)))
+            self._order = np.concatenate([self._order, fresh])
+            self.epoch += 1
+        taken, self._order = self._order[:count], self._order[count:]
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        return {"order": self._order.tolist(), "generator": self._generator.bit_generator.state, "epoch": self.epoch}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._order = np.array(state["order"], dtype=np.int64)
+        self._generator.bit_generator.state = state["generator"]
+        self.epoch = state["epoch"]
+
+
+def wide_logits(rows: Tensor, head: Tensor) -> Tensor:
+    """In float32: 16 bits would make ties of near misses."""
+    if rows.is_cuda and rows.dtype != torch.float32:
+        return torch.mm(rows, head.T, out_dtype=torch.float32)
+    return (rows @ head.T).float()
+
+
+@torch.no_grad()
+def best_tokens(target: Target, final: Tensor) -> Tensor:
+    """[streams, length]: at p the target's most likely token after p - 1; at 0 it is 0."""
+    rows = final.flatten(0, 1)
+    best = torch.cat([wide_logits(part, target.head).argmax(-1) for part in rows.split(ARGMAX_ROWS)])
+    best = best.view(final.shape[:2])
+    return torch.cat([torch.zeros_like(best[:, :1]), best[:, :-1]], dim=1)
+
+
+@torch.no_grad()
+def fill_pool(
+    target: Target,
+    streams: Streams,
+    taps: Sequence[int],
+    *,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    batch_streams: int,
+    with_final: bool,
+) -> Pool:
+    """Run the target over the streams and keep what a drafter learns from. Without a scale taps stay as they are."""
+    device = target.device
+    tokens = torch.from_numpy(streams.tokens.astype(np.int64)).to(device)
+    roles = torch.from_numpy(streams.roles).to(device)
+    count, length = tokens.shape
+    width = len(taps) * target.spec.hidden_size
+    kept = torch.empty(count, length, width, dtype=dtype, device=device)
+    final = torch.empty(count, length, target.spec.hidden_size, dtype=dtype, device=device) if with_final else None
+    best = torch.empty_like(tokens)
+    for start in range(0, count, batch_streams):
+        part = slice(start, start + batch_streams)
+        padded = tokens[part]
+        missing = batch_streams - len(padded) if count > batch_streams else 0
+        if missing:
+            # One shape for all: a smaller batch would be compiled anew.
+            padded = torch.cat([padded, padded[:1].expand(missing, -1)])
+        states = target.states(padded, taps)
+        rows = len(tokens[part])
+        found = states.taps[:rows]
+        kept[part] = (found if scale is None else found.float() * scale).to(dtype)
+        best[part] = best_tokens(target, states.final)[:rows]
+        if final is not None:
+            final[part] = states.final[:rows].to(dtype)
+    return Pool(tokens=tokens, best=best, roles=roles, taps=kept, final=final)
+
+
+@torch.no_grad()
+def tap_scale(target: Target, streams: Streams, taps: Sequence[int]) -> Tensor:
+    """One over each tap channel's usual size: a few channels are a thousand times the others'."""
+    tokens = torch.from_numpy(streams.tokens.astype(np.int64)).to(target.device)
+    # The first tokens of a stream are outliers, hundreds of times as large as any other.
+    found = target.states(tokens, taps).taps[:, min(FIRST_TOKENS, tokens.shape[1] - 1) :].float().flatten(0, 1)
+    return found.square().mean(0).add(1e-6).rsqrt()

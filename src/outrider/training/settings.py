@@ -1,0 +1,113 @@
+"""What a training run is told, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import ConfigError
+
+METHODS = ("dflash", "eagle3")
+OPTIMISERS = ("muon", "adamw")
+ATTENTIONS = ("auto", "flex", "sdpa")
+WEIGHTINGS = ("decay", "dpace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSettings:
+    method: str
+    data: tuple[Path, ...]
+    output: Path
+    minutes: float | None = None
+    """Of training, from the first step that is done; the learning rate ends with it. Or:"""
+    steps: int | None = None
+    evaluation: Path | None = None
+    """A corpus of greedy answers that is never trained on; without it a slice of the data is held out."""
+    watch: bool = False
+    """Data may grow: directories are read again whenever fresh streams are wanted."""
+
+    layers: int = 4
+    k: int = 7
+    """Drafts per anchor: DFlash's block size less 1, EAGLE-3's unrolled steps."""
+    taps: tuple[int, ...] | None = None
+    """Layers whose output the drafter reads. None: spread over the target as the method does it."""
+    causal: bool = False
+    mask_token_id: int | None = None
+    """None: a token that the data never uses."""
+    draft_vocab_size: int | None = None
+    """EAGLE-3 only: the most frequent tokens; None keeps all."""
+
+    batch_streams: int = 64
+    anchors: int = 64
+    pool_streams: int = 4096
+    """Streams whose target states are kept at a time."""
+    reuse: int = 4
+    """How often a stream is drawn, each time with other anchors, before it is replaced."""
+    weighting: str = "decay"
+    gamma: float = 4.0
+    distil: float = 0.0
+    """Share of the target's whole distribution in the aim; the rest is its most likely token."""
+
+    optimiser: str = "muon"
+    lr: float = 1.5e-3
+    warmup_steps: int = 200
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+
+    compiled: bool = True
+    attention: str = "auto"
+    chunk_rows: int = 4096
+    """Rows of logits that exist at a time."""
+    holdout: int = 64
+    log_every: int = 100
+    evaluate_every_s: float = 60.0
+    save_every_s: float = 120.0
+    shard_mib: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, METHODS)
+        _one_of("optimiser", self.optimiser, OPTIMISERS)
+        _one_of("attention", self.attention, ATTENTIONS)
+        _one_of("weighting", self.weighting, WEIGHTINGS)
+        if (self.minutes is None) == (self.steps is None):
+            raise ConfigError("say how long to train: either minutes or steps")
+        for name in (
+            *("layers", "k", "batch_streams", "anchors", "pool_streams", "reuse", "chunk_rows", "log_every"),
+            *("minutes", "steps", "gamma", "lr", "clip", "shard_mib", "draft_vocab_size"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be more than 0, got {value}")
+        if not 0.0 <= self.distil <= 1.0:
+            raise ConfigError(f"distil is a share between 0 and 1, got {self.distil}")
+        if not self.data:
+            raise ConfigError("no data to train on")
+        if self.method == "eagle3" and self.layers != 1:
+            raise ConfigError(f"an EAGLE-3 drafter has one layer, got {self.layers}")
+
+    @property
+    def block_size(self) -> int:
+        return self.k + 1
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def dflash_taps(layers: int, count: int = 5) -> tuple[int, ...]:
+    """Evenly spread from the second layer to the third from the end. Tap i is what leaves layer i."""
+    if layers < 4:
+        return tuple(range(layers))
+    count = min(count, layers - 3)
+    if count == 1:
+        return (1,)
+    return tuple(round(1 + j * (layers - 4) / (count - 1)) for j in range(count))
+
+
+def eagle3_taps(layers: int) -> tuple[int, ...]:
+    """Low, middle, high. Public configurations name what *enters* a layer (2, L/2, L-3): one more than these."""
+    if layers < 6:
+        return (0, layers // 2, layers - 1)
+    return (1, layers // 2 - 1, layers - 4)
