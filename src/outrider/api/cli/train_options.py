@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.models.resolve import DEFAULT_MODEL
-from outrider.training.settings import ATTENTIONS, OPTIMISERS, WEIGHTINGS, TrainSettings
+from outrider.training.settings import ATTENTIONS, OPTIMISERS, WEIGHTINGS
 
 RUN = "Run"
 DATA = "Data"
@@ -33,9 +33,7 @@ class TrainOptions:
     ] = None
     steps: Annotated[int | None, typer.Option(help="Or that many steps.", rich_help_panel=RUN)] = None
     seed: Annotated[int, typer.Option(rich_help_panel=RUN, help="Of weights, order and anchors.")] = 0
-    log_every: Annotated[int, typer.Option(rich_help_panel=RUN, help="Steps between two lines.")] = (
-        TrainSettings.log_every
-    )
+    log_every: Annotated[int, typer.Option(rich_help_panel=RUN, help="Steps between two lines.")] = 100
     evaluate_every_s: Annotated[float, typer.Option(rich_help_panel=RUN, help="Seconds between evaluations.")] = 60.0
     save_every_s: Annotated[
         float, typer.Option(rich_help_panel=RUN, help="Seconds between states saved and drafters exported.")
