@@ -40,7 +40,7 @@ from outrider.kernels.rotate import (
     VALUES,
 )
 from outrider.kernels.softmax import exponential, weights_of_scores
-from outrider.kernels.tiles import COLUMNS, dot_tile, mix_tile
+from outrider.kernels.tiles import dot_tile, mix_tile
 from outrider.kernels.vector import (
     BFLOAT16,
     FLOAT16,
@@ -65,6 +65,7 @@ _TILE, _PART, _MERGE = range(3)
 BLOCK = 256
 TILE_ROWS = 16
 _HEADS = 4
+_KEYS = 4 if LANES == 16 else 3
 _VECTORS = 4 if LANES == 16 else 2
 _NOTHING = np.float32(-np.inf)
 
@@ -87,26 +88,26 @@ def scratch_bytes(heads: int, kv_heads: int, dim: int) -> int:
 
 def _scores(queries, share, dim, keys, count, out):
     """Every head's scores with the listed keys."""
-    last = count - count % COLUMNS
+    last = count - count % _KEYS
     q_stride, s_stride = 4 * dim, 4 * BLOCK
     for head in range(0, share, _HEADS):
         heads = min(_HEADS, share - head)
         q, o = queries + head * q_stride, out + head * s_stride
         if heads == 1:
-            for t in range(0, last, COLUMNS):
-                _one(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+            for t in range(0, last, _KEYS):
+                _one(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
         elif heads == 2:
-            for t in range(0, last, COLUMNS):
-                _two(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+            for t in range(0, last, _KEYS):
+                _two(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
         elif heads == 3:
-            for t in range(0, last, COLUMNS):
-                _three(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+            for t in range(0, last, _KEYS):
+                _three(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
         else:
-            for t in range(0, last, COLUMNS):
-                _four(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0)
+            for t in range(0, last, _KEYS):
+                _four(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
         for t in range(last, count):
             for each in range(heads):
-                _thin(q + each * q_stride, q_stride, keys + 8 * t, 0, dim, o + each * s_stride + 4 * t, 0, 0)
+                _thin(q + each * q_stride, q_stride, keys + 8 * t, 0, dim, o + each * s_stride + 4 * t, 0, 0, 0)
 
 
 def _mixture(weights, share, dim, values, count, out, out_stride):
@@ -120,18 +121,18 @@ def _mixture(weights, share, dim, values, count, out, out_stride):
         for number in range(0, wide, _VECTORS):
             offset, target = number * _vector_bytes, o + number * LANE_BYTES
             if heads == 1:
-                _one(w, w_stride, values, offset, count, target, out_stride, 0)
+                _one(w, w_stride, values, offset, count, target, out_stride, 0, 0)
             elif heads == 2:
-                _two(w, w_stride, values, offset, count, target, out_stride, 0)
+                _two(w, w_stride, values, offset, count, target, out_stride, 0, 0)
             elif heads == 3:
-                _three(w, w_stride, values, offset, count, target, out_stride, 0)
+                _three(w, w_stride, values, offset, count, target, out_stride, 0, 0)
             else:
-                _four(w, w_stride, values, offset, count, target, out_stride, 0)
+                _four(w, w_stride, values, offset, count, target, out_stride, 0, 0)
         for each in range(heads):
             # What is left of the row: single vectors, the last of them perhaps not whole.
             for number in range(wide, (dim + LANES - 1) // LANES):
                 target, lanes = o + each * out_stride + number * LANE_BYTES, dim - number * LANES
-                _thin(w + each * w_stride, 0, values, number * _vector_bytes, count, target, 0, lanes)
+                _thin(w + each * w_stride, 0, values, number * _vector_bytes, count, target, 0, lanes, 0)
 
 
 @njit(**OPTIONS)
@@ -295,7 +296,7 @@ def attend(job, chunk, scratch):
 
 def _kernel(item: int) -> Kernel:
     names = ("_one", "_two", "_three", "_four")
-    dots = {name: dot_tile(heads, COLUMNS, item, listed=True) for heads, name in enumerate(names, 1)}
+    dots = {name: dot_tile(heads, _KEYS, item, listed=True) for heads, name in enumerate(names, 1)}
     mixes = {name: mix_tile(heads, _VECTORS, item) for heads, name in enumerate(names, 1)}
     scores = part(_scores, item, _thin=dot_tile(1, 1, item, listed=True), **dots)
     thin_mix = mix_tile(1, 1, item, partial=True)

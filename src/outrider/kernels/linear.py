@@ -6,6 +6,7 @@ rows at a time while few rows of x share the cache with them, or a few rows of x
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from numba import njit
@@ -13,7 +14,7 @@ from numba import njit
 from outrider.kernels.activations import NONE, gate
 from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.kernels.jobs import CHUNKS, OWN, set_word, word
-from outrider.kernels.tiles import COLUMNS, ROWS, dot_tile
+from outrider.kernels.tiles import COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, ROWS, dot_tile
 from outrider.kernels.vector import (
     BFLOAT16,
     FLOAT16,
@@ -30,48 +31,106 @@ from outrider.kernels.vector import (
 )
 """Strides in bytes; addresses that are 0 stand for nothing. N is the width of the output, WIDTH that of a strip."""
 
-FEW_ROWS = 32
-"""Up to here all rows go over a weight tile before the next one is touched."""
-WIDTH_MAX = 256
-_X_CACHE_BYTES = 28 << 10
-_W_CACHE_BYTES = 640 << 10
-_TILES = ("_one", "_two", "_three", "_four")
+_X_CACHE_BYTES = 288 << 10
+_SUMS_BYTES = 128 << 10
+_WIDE_BYTES = 640 << 10
+_WIDTH_MAX = 256
+_WIDTH_STEP = math.lcm(COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO)
+_TILES = ("_one", "_two", "_three", "_four", "_five", "_six")
 
 # Bound anew for each way of storing weights.
 _item = FLOAT32
-_one = _two = _three = _four = _thin = _load_narrow = _widen_rows = _sums_of_float32 = _sums_of_narrow = UNBOUND
+_one = _two = _three = _four = _five = _six = _thin = UNBOUND
+_few = _many = _rest = _load_narrow = _widen_rows = _sums_of_float32 = _sums_of_narrow = UNBOUND
 
 
 def scratch_bytes(k: int) -> int:
-    """What a thread needs: two strips of sums, and a strip of widened weights."""
-    return 2 * FEW_ROWS * WIDTH_MAX * 4 + max(_W_CACHE_BYTES, 2 * COLUMNS * k * 4) + 64
+    """What a thread needs: sums of a block of rows with a strip of weights, and widened weights."""
+    return _SUMS_BYTES + max(_WIDE_BYTES, 2 * _WIDTH_STEP * k * 4) + 64
+
+
+@njit(**OPTIONS)
+def _rows_per_block(m, k):
+    """As many rows of x as stay in the cache while weights go by."""
+    return min(m, max(ROWS, min(512, _X_CACHE_BYTES // (4 * k)) // ROWS * ROWS))
+
+
+def _few_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
+    """Products of up to ROWS rows with n weight rows. Memory is all that counts here: a tile takes its weight rows
+    from all over the strip, so that the processor sees that many streams and runs ahead on each of them."""
+    columns = COLUMNS_OF_ONE if m == 1 else COLUMNS_OF_TWO if m == 2 else COLUMNS
+    streams = n // columns
+    w_step, o_step = streams * w_stride, streams * 4
+    for at in range(streams):
+        w, o = weights + at * w_stride, out + at * 4
+        if m == 1:
+            _one(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        elif m == 2:
+            _two(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        elif m == 3:
+            _three(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        elif m == 4:
+            _four(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        elif m == 5:
+            _five(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        else:
+            _six(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+    _rest(x, x_stride, m, weights, w_stride, streams * columns, n, k, out, out_stride)
+
+
+def _many_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
+    """Products of more rows than a tile has: several passes over each weight tile, which together bring the next one
+    into the cache. So memory is busy all the time, and never flooded."""
+    last = n - n % COLUMNS
+    passes = (m + ROWS - 1) // ROWS
+    step = max(1, w_stride // (passes * max(1, k // LANES)))
+    share = step * (k // LANES) * COLUMNS
+    for column in range(0, last, COLUMNS):
+        w = weights + column * w_stride
+        x_at, o, ahead, left = x, out + column * 4, w + COLUMNS * w_stride, m
+        for number in range(passes, 0, -1):
+            rows = (left + number - 1) // number  # nearly the same in all passes: never fewer than half a tile
+            if rows == 2:
+                _two(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+            elif rows == 3:
+                _three(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+            elif rows == 4:
+                _four(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+            elif rows == 5:
+                _five(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+            else:
+                _six(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+            x_at, o, ahead, left = x_at + rows * x_stride, o + rows * out_stride, ahead + share, left - rows
+    _rest(x, x_stride, m, weights, w_stride, last, n, k, out, out_stride)
+
+
+def _rest_sums(x, x_stride, m, weights, w_stride, first, n, k, out, out_stride):
+    """Weight rows that fill no tile."""
+    for column in range(first, n):
+        for row in range(m):
+            x_at, o = x + row * x_stride, out + row * out_stride + column * 4
+            _thin(x_at, x_stride, weights + column * w_stride, w_stride, k, o, out_stride, 0, 0)
 
 
 def _sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
-    """Plain products of m rows with n weight rows."""
-    last = n - n % COLUMNS
-    for column in range(0, last, COLUMNS):
-        w, o = weights + column * w_stride, out + column * 4
-        following = w + COLUMNS * w_stride
-        row = 0
-        while row + ROWS <= m:
-            _four(x + row * x_stride, x_stride, w, w_stride, k, o + row * out_stride, out_stride, following)
-            row += ROWS
-        if m - row == 3:
-            _three(x + row * x_stride, x_stride, w, w_stride, k, o + row * out_stride, out_stride, following)
-        elif m - row == 2:
-            _two(x + row * x_stride, x_stride, w, w_stride, k, o + row * out_stride, out_stride, following)
-        elif m - row == 1:
-            _one(x + row * x_stride, x_stride, w, w_stride, k, o + row * out_stride, out_stride, following)
-    for column in range(last, n):
-        w, o = weights + column * w_stride, out + column * 4
-        for row in range(m):
-            _thin(x + row * x_stride, x_stride, w, w_stride, k, o + row * out_stride, out_stride, w)
+    if m <= ROWS:
+        _few(x, x_stride, m, weights, w_stride, n, k, out, out_stride)
+    else:
+        _many(x, x_stride, m, weights, w_stride, n, k, out, out_stride)
 
 
 def _sums_for(item: int) -> Any:
-    tiles = {name: dot_tile(rows, COLUMNS, item, ahead=True) for rows, name in enumerate(_TILES, 1)}
-    return part(_sums, item, _thin=dot_tile(1, 1, item), **tiles)
+    rest = part(_rest_sums, item, _thin=dot_tile(1, 1, item))
+    # Tiles of more rows than fit the registers are never reached: a full one stands in for them.
+    sizes = {name: min(rows, ROWS) for rows, name in enumerate(_TILES, 1)}
+    single = {name: dot_tile(rows, COLUMNS, item, spread=True) for name, rows in sizes.items()}
+    single["_one"] = dot_tile(1, COLUMNS_OF_ONE, item, spread=True)
+    single["_two"] = dot_tile(2, COLUMNS_OF_TWO, item, spread=True)
+    few = part(_few_sums, item, _rest=rest, **single)
+    if item != FLOAT32:
+        return few  # more rows than a tile has are multiplied with widened weights
+    passes = {name: dot_tile(max(rows, ROWS // 2), COLUMNS, item, ahead=True) for name, rows in sizes.items()}
+    return part(_sums, item, _few=few, _many=part(_many_sums, item, _rest=rest, **passes))
 
 
 def _widen(weights, w_stride, n, k, out, out_stride):
@@ -114,17 +173,15 @@ def linear(job, chunk, sums):
     first = chunk * word(job, WIDTH)
     columns = min(word(job, WIDTH), n - first)
     gated = word(job, ACTIVATION) != NONE
-    stride = WIDTH_MAX * 4
+    stride = columns * 4
     x_stride, w_stride = word(job, X_STRIDE), word(job, W_STRIDE)
     weights = word(job, WEIGHTS) + first * w_stride
     ups = weights + n * w_stride
-    block = m
-    if m > FEW_ROWS:
-        block = min(FEW_ROWS, max(ROWS, _X_CACHE_BYTES // (4 * k) // ROWS * ROWS))
+    block = _rows_per_block(m, k)
     widened = _item != FLOAT32 and m > ROWS
     if widened:
         # Once for all rows instead of once per tile.
-        wide = sums + 2 * FEW_ROWS * stride
+        wide = sums + _SUMS_BYTES
         _widen_rows(weights, w_stride, columns, k, wide, 4 * k)
         if gated:
             _widen_rows(ups, w_stride, columns, k, wide + columns * 4 * k, 4 * k)
@@ -158,10 +215,10 @@ LINEAR = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
 @njit(**OPTIONS)
 def plan_linear(job, threads):
     """Strips: several for each thread, so that one that is held up leaves its share to the others."""
-    n, k = word(job, N), word(job, K)
-    width = (n + 8 * threads - 1) // (8 * threads)
+    m, n, k = word(job, M), word(job, N), word(job, K)
     both = 2 if word(job, ACTIVATION) != NONE else 1
-    width = min(width, WIDTH_MAX, _W_CACHE_BYTES // (4 * k * both))
-    width = max(COLUMNS, width // COLUMNS * COLUMNS)
+    width = (n + 8 * threads - 1) // (8 * threads) + _WIDTH_STEP // 2
+    width = min(width, _WIDTH_MAX, _WIDE_BYTES // (4 * k * both), _SUMS_BYTES // (4 * both * _rows_per_block(m, k)))
+    width = max(1, width // _WIDTH_STEP) * _WIDTH_STEP
     set_word(job, WIDTH, width)
     set_word(job, CHUNKS, (n + width - 1) // width)

@@ -31,9 +31,10 @@ from outrider.kernels.vector import (
     emit_totals,
 )
 
-ROWS = 4
-COLUMNS = 4 if LANES == 16 else 3
-"""Of a full tile; its accumulators must fit the registers (32, or 16 with 8 lanes) with room for the operands."""
+ROWS, COLUMNS = (6, 4) if LANES == 16 else (4, 3)
+"""Of a full tile: its accumulators, its weights and a row must fit the registers, 32 or (with 8 lanes) 16."""
+COLUMNS_OF_ONE, COLUMNS_OF_TWO = (8, 8) if LANES == 16 else (6, 4)
+"""Of tiles of one and of two rows."""
 
 
 class _Loop:
@@ -78,41 +79,51 @@ def _offset(builder: Builder, base: Builder, stride: Builder, count: int) -> Bui
 def _multiply(
     builder: Builder, xs: list[Builder], weights: list[Builder], sums: list[Builder], item: int, mask: Builder
 ) -> list[Builder]:
-    """One step of every accumulator. Weights are loaded once each, rows once per weight unless kept in registers."""
-    rows = [emit_load(builder, x, FLOAT32, mask) for x in xs]
+    """One step of every accumulator. Weights are held in registers while rows come by one at a time."""
+    loaded = [emit_load(builder, weight, item, mask) for weight in weights]
     out = list(sums)
-    for column, weight in enumerate(weights):
-        loaded = emit_load(builder, weight, item, mask)
-        for row, value in enumerate(rows):
+    for row, x in enumerate(xs):
+        value = emit_load(builder, x, FLOAT32, mask)
+        for column, weight in enumerate(loaded):
             place = row * len(weights) + column
-            out[place] = emit_fma(builder, value, loaded, out[place])
+            out[place] = emit_fma(builder, value, weight, out[place])
     return out
 
 
 @cache
-def dot_tile(rows: int, columns: int, item: int = FLOAT32, *, listed: bool = False, ahead: bool = False) -> Any:
-    """tile(x, x_stride, weights, weight_stride, length, out, out_stride, next_weights); all but length in bytes.
+def dot_tile(
+    rows: int,
+    columns: int,
+    item: int = FLOAT32,
+    *,
+    listed: bool = False,
+    ahead: bool = False,
+    spread: bool = False,
+) -> Any:
+    """tile(x, x_stride, weights, weight_stride, length, out, out_stride, extra, step); strides in bytes.
 
-    `listed`: `weights` is the address of a list of row addresses. `ahead`: fetch the tile at `next_weights`, of the
-    same shape, into the cache while this one is at work.
+    `listed`: `weights` is the address of a list of row addresses. `ahead`: bring what lies from `extra` on into the
+    cache while this tile is at work, a line for each weight vector used, `step` bytes apart. `spread`: results of a
+    row lie `step` bytes apart instead of side by side.
     """
 
     def emit(builder: Builder, args: list[Builder]) -> None:
-        x, x_stride, weights, weight_stride, length, out, out_stride, next_weights = args
+        x, x_stride, weights, weight_stride, length, out, out_stride, extra, step = args
         xs = [_offset(builder, x, x_stride, row) for row in range(rows)]
         if listed:
             base = pointer(builder, weights, I64)
             ws = [builder.load(builder.gep(base, [I64(column)], source_etype=I64)) for column in range(columns)]
         else:
             ws = [_offset(builder, weights, weight_stride, column) for column in range(columns)]
-        nexts = [_offset(builder, next_weights, weight_stride, column) for column in range(columns)]
 
         full = builder.and_(length, I64(-LANES))
         loop = _Loop(builder, I64(0), full, LANES, [ZERO] * (rows * columns))
         x_at, w_at = builder.mul(loop.at, I64(4)), builder.mul(loop.at, I64(ITEM_BYTES[item]))
         if ahead:
-            for line in nexts:
-                emit_prefetch(builder, builder.add(line, w_at))
+            steps = builder.mul(builder.lshr(loop.at, I64(LANES.bit_length() - 1)), I64(columns))
+            here = builder.add(extra, builder.mul(steps, step))
+            for column in range(columns):
+                emit_prefetch(builder, _offset(builder, here, step, column))
         sums = loop.close(
             _multiply(
                 builder,
@@ -147,31 +158,38 @@ def dot_tile(rows: int, columns: int, item: int = FLOAT32, *, listed: bool = Fal
             phi.add_incoming(with_it, after_rest)
             finals.append(phi)
         for row in range(rows):
-            _store_totals(builder, _offset(builder, out, out_stride, row), finals[row * columns : (row + 1) * columns])
+            sums_of_row = finals[row * columns : (row + 1) * columns]
+            _store_totals(builder, _offset(builder, out, out_stride, row), sums_of_row, step if spread else None)
 
-    return _tile(8, emit)
+    return _tile(f"dot_{rows}x{columns}_{item}_{listed:d}{ahead:d}{spread:d}", emit)
 
 
-def _store_totals(builder: Builder, address: Builder, vectors: list[Builder]) -> None:
+def _store_totals(builder: Builder, address: Builder, vectors: list[Builder], step: Builder) -> None:
+    """Side by side, or `step` bytes apart."""
     at = 0
     while at < len(vectors):
         count = next(size for size in (4, 2, 1) if size <= len(vectors) - at)
         totals = emit_totals(builder, vectors[at : at + count])
-        kind = F32 if count == 1 else ir.VectorType(F32, count)
-        builder.store(totals, pointer(builder, builder.add(address, I64(4 * at)), kind), align=4)
+        if count == 1 or step is None:
+            place = builder.add(address, I64(4 * at)) if step is None else _offset(builder, address, step, at)
+            builder.store(totals, pointer(builder, place, totals.type), align=4)
+        else:
+            for each in range(count):
+                place = _offset(builder, address, step, at + each)
+                builder.store(builder.extract_element(totals, I64(each)), pointer(builder, place, F32), align=4)
         at += count
 
 
 @cache
 def mix_tile(heads: int, vectors: int, item: int = FLOAT32, *, partial: bool = False) -> Any:
-    """tile(weights, weight_stride, rows, offset, count, out, out_stride, lanes)
+    """tile(weights, weight_stride, rows, offset, count, out, out_stride, lanes, 0)
 
     out[head] = sum over t < count of weights[head][t] * row t, for `vectors` vectors from byte `offset` of each
     row on; `rows` is the address of a list of row addresses. `partial`: the last vector has only `lanes` lanes.
     """
 
     def emit(builder: Builder, args: list[Builder]) -> None:
-        weights, weight_stride, rows, offset, count, out, out_stride, lanes = args
+        weights, weight_stride, rows, offset, count, out, out_stride, lanes, _ = args
         mask = emit_mask(builder, lanes) if partial else None
         lines = [_offset(builder, weights, weight_stride, head) for head in range(heads)]
         loop = _Loop(builder, I64(0), count, 1, [ZERO] * (heads * vectors))
@@ -194,17 +212,26 @@ def mix_tile(heads: int, vectors: int, item: int = FLOAT32, *, partial: bool = F
             for number in range(vectors):
                 emit_store(builder, builder.add(line, I64(number * LANE_BYTES)), sums[head * vectors + number])
 
-    return _tile(8, emit)
+    return _tile(f"mix_{heads}x{vectors}_{item}_{partial:d}", emit)
 
 
-def _tile(arity: int, emit: Any) -> Any:
-    assert arity == 8
+def _tile(name: str, emit: Any) -> Any:
+    """A function of its own, kept out of its callers: among their variables its own would not all find registers."""
 
     @intrinsic
-    def tile(typingctx, a, b, c, d, e, f, g, h):
+    def tile(typingctx, a, b, c, d, e, f, g, h, i):
         def codegen(context, builder, signature, args):
-            emit(builder, args)
+            function = builder.module.globals.get(name)
+            if function is None:
+                kind = ir.FunctionType(ir.VoidType(), [I64] * 9)
+                function = ir.Function(builder.module, kind, name)
+                function.linkage = "internal"
+                function.attributes.add("noinline")
+                inside = ir.IRBuilder(function.append_basic_block("entry"))
+                emit(inside, list(function.args))
+                inside.ret_void()
+            builder.call(function, args)
 
-        return types.void(*([types.int64] * 8)), codegen
+        return types.void(*([types.int64] * 9)), codegen
 
     return tile
