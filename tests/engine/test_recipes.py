@@ -1,0 +1,60 @@
+"""Every family says what Transformers says, token for token, with windows shorter than the prompt and drafts on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.lossless import assert_greedy_by_reference, reference_logits, tokens_of
+from tests.engine.tiny import tiny_engine
+from tests.models.fakes import FAMILIES, save
+from tests.models.fakes import tiny_model as reference_model
+
+from outrider.api.llm import LLM
+from outrider.models.load import load_model
+from outrider.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    """Up to four times as long as the window."""
+    rng = random.Random(1)
+    return [[rng.randrange(60) for _ in range(length)] for length in (1, 5, 17, 40, 63)]
+
+
+@pytest.mark.parametrize("ops", ["torch", "numba"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_the_references(family: str, ops: str, tmp_path: Path) -> None:
+    reference = reference_model(family)
+    model = load_model(str(save(reference, tmp_path)), dtype=torch.float32)
+    settings: dict[str, Any] = {"ops": ops, "max_model_len": 128, "block_size": 8}
+    outputs = {
+        speculate: tokens_of(LLM.over(tiny_engine(model, speculate=speculate, **settings)).generate(prompts(), GREEDY))
+        for speculate in (False, True)
+    }
+    assert outputs[True] == outputs[False]
+    for prompt, generated in zip(prompts(), outputs[False], strict=True):
+        assert len(generated) == 40
+        assert_greedy_by_reference(reference, prompt, generated)
+
+
+@pytest.mark.parametrize("ops", ["torch", "numba"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_the_references(family: str, ops: str, tmp_path: Path) -> None:
+    reference = reference_model(family)
+    model = load_model(str(save(reference, tmp_path)), dtype=torch.float32)
+    prompt = prompts()[-1]
+    # In chunks of odd sizes, so that rows meet keys of earlier steps.
+    engine = tiny_engine(model, ops=ops, max_model_len=128, max_num_batched_tokens=13, max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = LLM.over(engine).generate([prompt], params)[0].prompt_logprobs
+    assert found is not None
+    expected = torch.log_softmax(reference_logits(reference, prompt), dim=-1)[:-1]
+    wanted = expected.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(
+        torch.tensor([entry.logprob for entry in found if entry is not None]), wanted, atol=2e-4, rtol=2e-4
+    )
