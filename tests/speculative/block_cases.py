@@ -14,6 +14,9 @@ from tests.speculative.dense import Tensors, block_logits, target_layers
 from torch import Tensor
 
 from outrider.models.load import LoadedModel
+from outrider.speculative.checkpoints.dflash import load_dflash
+from outrider.speculative.drafter import Drafter
+from outrider.speculative.settings import DrafterSettings
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 4, 2, 16, 40
 
@@ -39,6 +42,26 @@ class BlockCase:
     mask: int = 5
     seed: int = 3
 
+    method = "dflash"
+
+    def save(self, directory: Path, target: LoadedModel) -> Path:
+        tensors = block_tensors(self, target.spec.vocab_size)
+        return save(directory, block_config(self, target), tensors, prefix=self.prefix, fused=self.fused)
+
+    def load(self, directory: Path, target: LoadedModel, settings: DrafterSettings) -> Drafter:
+        return load_dflash(str(self.save(directory, target)), settings)
+
+    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
+        """At each draft after `tokens`, the last of which is the anchor: [drafts, the target's vocabulary]."""
+        tensors = block_tensors(self, target.spec.vocab_size)
+        leaving = target_layers(target, tokens[:-1])
+        context = torch.cat([leaving[tap] for tap in self.taps], dim=-1)
+        embedding = tensors.get("embed_tokens.weight", target.parameters.embedding)
+        head = tensors.get("lm_head.weight", target.parameters.head.weight)
+        block = embedding[torch.tensor([tokens[-1]] + [self.mask] * len(drafts))]
+        logits = block_logits(tensors, context, block, head, self.visible, head_dim=HEAD_DIM)
+        return spread_logits(logits, tensors, target.spec.vocab_size)
+
     @property
     def anchored(self) -> bool:
         return self.layout == "speculators"
@@ -57,7 +80,7 @@ class BlockCase:
         return seen & (keys - queries < window)
 
 
-CASES = {
+BLOCK_CASES = {
     "full": BlockCase(layout="z-lab"),
     "full, causal at the top": BlockCase(layout="z-lab", causal=(True, True), config={"is_causal": True}),
     "full, causal inside": BlockCase(layout="z-lab", causal=(True, True), inner={"causal": True}),
@@ -117,10 +140,23 @@ def block_tensors(case: BlockCase, vocabulary: int) -> Tensors:
     if case.own_head:
         tensors["lm_head.weight"] = weight(case.draft_vocab or vocabulary, HIDDEN, scale=4)
     if case.draft_vocab is not None:
-        chosen = torch.randperm(vocabulary, generator=generator)[: case.draft_vocab].sort().values
-        tensors["d2t"] = chosen - torch.arange(case.draft_vocab)
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, chosen, True)
+        tensors |= vocabulary_map(case.draft_vocab, vocabulary, generator)
     return tensors
+
+
+def vocabulary_map(size: int, vocabulary: int, generator: torch.Generator) -> Tensors:
+    """Which tokens of the target can be drafted."""
+    chosen = torch.randperm(vocabulary, generator=generator)[:size].sort().values
+    marks = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, chosen, True)
+    return {"d2t": chosen - torch.arange(size), "t2d": marks}
+
+
+def spread_logits(logits: Tensor, tensors: Tensors, vocabulary: int) -> Tensor:
+    if "d2t" not in tensors:
+        return logits
+    spread = torch.full((len(logits), vocabulary), float("-inf"))
+    spread[:, tensors["d2t"] + torch.arange(len(tensors["d2t"]))] = logits
+    return spread
 
 
 def body_config(case: BlockCase, vocabulary: int) -> dict[str, Any]:
@@ -182,24 +218,3 @@ def save(directory: Path, config: dict[str, Any], tensors: Tensors, *, prefix: s
     (directory / "config.json").write_text(json.dumps(config))
     save_file(stored, directory / "model.safetensors")
     return directory
-
-
-def save_block(directory: Path, case: BlockCase, target: LoadedModel) -> Path:
-    tensors = block_tensors(case, target.spec.vocab_size)
-    return save(directory, block_config(case, target), tensors, prefix=case.prefix, fused=case.fused)
-
-
-def reference_logits(case: BlockCase, target: LoadedModel, tokens: Sequence[int], k: int) -> Tensor:
-    """Of k drafts after `tokens`, the last of which is the anchor: [k, the target's vocabulary]."""
-    tensors = block_tensors(case, target.spec.vocab_size)
-    leaving = target_layers(target, tokens[:-1])
-    context = torch.cat([leaving[tap] for tap in case.taps], dim=-1)
-    embedding = tensors.get("embed_tokens.weight", target.parameters.embedding)
-    head = tensors.get("lm_head.weight", target.parameters.head.weight)
-    block = embedding[torch.tensor([tokens[-1]] + [case.mask] * k)]
-    logits = block_logits(tensors, context, block, head, case.visible, head_dim=HEAD_DIM)
-    if case.draft_vocab is None:
-        return logits
-    spread = torch.full((k, target.spec.vocab_size), float("-inf"))
-    spread[:, tensors["d2t"] + torch.arange(case.draft_vocab)] = logits
-    return spread

@@ -118,3 +118,103 @@ def block_logits(
         x = x + attention(q, k, v, seen) @ layer.get("self_attn.o_proj").T
         x = layer.feed_forward(x)
     return rms_norm(x[1:], tensors["norm.weight"], eps) @ head.T
+
+
+class AheadReference:
+    """EAGLE and MTP: one layer that pairs features of p with token p + 1. Subclasses say how rows enter and leave."""
+
+    def __init__(self, tensors: Tensors, target: LoadedModel, *, layer: str, head_dim: int, eps: float = 1e-6) -> None:
+        self.tensors, self.target, self.eps = tensors, target, eps
+        self.layer = DenseLayer(tensors, layer, head_dim=head_dim, eps=eps)
+        self.embedding = tensors.get("embed_tokens.weight", target.parameters.embedding)
+        self.head = tensors.get("lm_head.weight", target.parameters.head.weight)
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """Of all positions of the target."""
+        raise NotImplementedError
+
+    def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the features of the next row."""
+        raise NotImplementedError
+
+    def last_normed(self, tokens: Sequence[int]) -> Tensor:
+        """The target's hidden states after its last norm."""
+        last = target_layers(self.target, tokens)[-1]
+        return rms_norm(last, self.target.parameters.final_norm, self.target.spec.norm_eps)
+
+    def logits(self, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
+        """At each draft, given the drafts before it: [drafts, the draft vocabulary]."""
+        features = self.features(tokens[:-1])
+        inputs, residuals = self.enter(self.embedding[torch.tensor(tokens[1:])], features)
+        found = []
+        for draft in drafts:
+            places = torch.arange(len(inputs))
+            q = self.layer.heads(inputs[-1:], "q", places[-1:])
+            k, v = self.layer.heads(inputs, "k", places), self.layer.heads(inputs, "v", None)
+            attended = attention(q, k, v, torch.ones(1, len(inputs), dtype=torch.bool))
+            x = residuals[-1:] + attended @ self.layer.get("self_attn.o_proj").T
+            logits, carried = self.leave(self.layer.feed_forward(x))
+            found.append(logits[0])
+            more, residual = self.enter(self.embedding[draft][None], carried)
+            inputs, residuals = torch.cat([inputs, more]), torch.cat([residuals, residual])
+        return torch.stack(found)
+
+
+class FirstReference(AheadReference):
+    """EAGLE-1."""
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        return self.last_normed(tokens)
+
+    def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cat([embedded, features], dim=-1) @ self.tensors["fc.weight"].T
+        x = x + self.tensors.get("fc.bias", torch.zeros(()))
+        return x, x
+
+    def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.head.T, x
+
+
+class ThirdReference(AheadReference):
+    """EAGLE-3."""
+
+    taps: tuple[int, ...] = ()
+    normed_residual = False
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        leaving = target_layers(self.target, tokens)
+        taps = torch.cat([leaving[tap] for tap in self.taps], dim=-1)
+        if "input_norm.weight" in self.tensors:
+            taps = rms_norm(taps, self.tensors["input_norm.weight"], self.eps)
+        return taps @ self.tensors["fc.weight"].T
+
+    def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms_norm(features, self.layer.get("hidden_norm"), self.eps)
+        embedded = rms_norm(embedded, self.layer.get("input_layernorm"), self.eps)
+        return torch.cat([embedded, normed], dim=-1), normed if self.normed_residual else features
+
+    def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, self.tensors["norm.weight"], self.eps) @ self.head.T, x
+
+
+class ModuleReference(AheadReference):
+    """MTP: names of the DeepSeek layout, or of the Qwen one, which carries its normed output on."""
+
+    names: tuple[str, str, str, str] = ("", "", "", "")
+    carries_normed = False
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        return self.last_normed(tokens)
+
+    def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        join, embedding_norm, feature_norm, _ = (self.tensors[name] for name in self.names)
+        embedded = rms_norm(embedded, embedding_norm, self.eps)
+        x = torch.cat([embedded, rms_norm(features, feature_norm, self.eps)], dim=-1) @ join.T
+        return rms_norm(x, self.layer.get("input_layernorm"), self.eps), x
+
+    def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms_norm(x, self.tensors[self.names[3]], self.eps)
+        return normed @ self.target.parameters.head.weight.T, normed if self.carries_normed else x

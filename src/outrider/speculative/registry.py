@@ -56,10 +56,27 @@ def draft_model_from(model: LoadedModel, settings: DrafterSettings, *, num_layer
     return DraftModel(decoder, groups, max_len=limit, fingerprint=fingerprint)
 
 
-def _block(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+def _dflash(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     from outrider.speculative.checkpoints.dflash import load_dflash
 
     return load_dflash(_checkpoint(config), settings)
+
+
+def _eagle(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+    from outrider.speculative.checkpoints.eagle import load_eagle
+
+    return load_eagle(_checkpoint(config), settings, version=3 if config.method == "eagle3" else 1)
+
+
+def _mtp(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
+    from outrider.speculative.checkpoints.mtp import load_mtp
+
+    if config.model is not None:
+        raise ConfigError(
+            f"speculative_config: method 'mtp' uses the module inside the target's own checkpoint; drop 'model' "
+            f"({config.model!r})"
+        )
+    return load_mtp(settings)
 
 
 def _checkpoint(config: SpeculativeConfig) -> str:
@@ -73,7 +90,10 @@ def _checkpoint(config: SpeculativeConfig) -> str:
 LOADERS: dict[str, Callable[[SpeculativeConfig, DrafterSettings], Drafter]] = {
     "ngram": _ngram,
     "draft_model": _draft_model,
-    "dflash": _block,
+    "dflash": _dflash,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+    "mtp": _mtp,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -138,11 +138,11 @@ def own_tensors(files: DrafterFiles, body: DecoderSpec, draft_vocab_size: int, s
     return layout
 
 
-def embedding_of(filled: dict[str, Tensor], settings: DrafterSettings) -> Tensor:
+def embedding_of(filled: Mapping[str, Tensor], settings: DrafterSettings) -> Tensor:
     return filled.get("embedding", settings.target.parameters.embedding)
 
 
-def head_of(filled: dict[str, Tensor], settings: DrafterSettings) -> Linear:
+def head_of(filled: Mapping[str, Tensor], settings: DrafterSettings) -> Linear:
     weight = filled.get("head.weight")
     return settings.target.parameters.head if weight is None else Linear(weight=weight)
 

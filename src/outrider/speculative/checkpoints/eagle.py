@@ -1,0 +1,212 @@
+"""EAGLE checkpoints: the original layouts of versions 1 and 3, and the speculators layout of version 3.
+
+Layer ids count what enters a target layer in all of them: id i is what leaves layer i - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError, ModelError
+from outrider.models.parameters import DecoderParameters, Linear
+from outrider.models.recipes.base import common_fields, make_layers
+from outrider.models.recipes.config import ConfigReader
+from outrider.models.recipes.layout import Layout, layer_layout, whole
+from outrider.models.spec import DecoderSpec
+from outrider.models.weights.base import layers_from
+from outrider.speculative.checkpoints import fit
+from outrider.speculative.checkpoints.source import DrafterFiles, OpenedDrafter, open_drafter
+from outrider.speculative.drafters.ahead import AheadNetwork, Entrance, JoinedEntrance
+from outrider.speculative.drafters.eagle import Eagle, WideEntrance
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
+from outrider.speculative.settings import DrafterSettings
+
+FIRST_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+THIRD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
+SPECULATORS_TYPE = "eagle3"
+THIRD_MARK = "layers.0.hidden_norm.weight"
+"""Only version 3 norms its features inside the layer."""
+HARMLESS = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def load_eagle(name: str, settings: DrafterSettings, *, version: int) -> Eagle:
+    """By path or hub id. What cannot belong to the target is refused before weights are read."""
+    opened = open_drafter(name)
+    files = opened.files
+    try:
+        _check_version(files, version)
+        network = _first(files, settings) if version == 1 else _third(files, settings)
+    except ConfigError as problem:
+        raise ModelError(f"{files.config.source}: {problem}") from None
+    return _eagle(opened, network, settings)
+
+
+def _eagle(opened: OpenedDrafter, network: AheadNetwork, settings: DrafterSettings) -> Eagle:
+    return Eagle(network, settings, name=opened.name, fingerprint=opened.fingerprint)
+
+
+def _check_version(files: DrafterFiles, version: int) -> None:
+    config = files.config
+    kind = config.fields.get("speculators_model_type")
+    if kind is not None and kind != SPECULATORS_TYPE:
+        raise ModelError(
+            f"{config.source}: speculators_model_type is {kind!r}, not {SPECULATORS_TYPE!r}; "
+            "choose the method that this drafter was trained for"
+        )
+    known = FIRST_ARCHITECTURES + THIRD_ARCHITECTURES
+    if kind is None and files.architecture is not None and files.architecture not in known:
+        raise ModelError(
+            f"{config.source}: architecture {files.architecture!r} is not an EAGLE drafter; supported: "
+            f"{', '.join(known)}, and speculators_model_type {SPECULATORS_TYPE!r}"
+        )
+    found = 3 if THIRD_MARK in files.tensors else 1
+    if found != version:
+        method = {1: "eagle", 3: "eagle3"}[found]
+        raise ModelError(f"{files.path} is a drafter of EAGLE version {found}, not {version}; use method {method!r}")
+
+
+def _body(config: ConfigReader, files: DrafterFiles) -> DecoderSpec:
+    fit.check_rope(config)
+    fields = common_fields(config)
+    if config.integer("num_hidden_layers") != 1:
+        raise ModelError(
+            f"{config.source}: num_hidden_layers is {config.integer('num_hidden_layers')}; only drafters of one layer "
+            "are supported: further layers would read KV while they are fed"
+        )
+    layers = make_layers(config, head_dim=fields["head_dim"], window=fit.windows(config))
+    fields["tied_head"] = False
+    return DecoderSpec(
+        family="EAGLE",
+        layers=layers,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in files.tensors
+        or "layers.0.self_attn.qkv_proj.bias" in files.tensors,
+        out_bias="layers.0.self_attn.o_proj.bias" in files.tensors,
+        mlp_bias=config.flag("mlp_bias", False),
+        qk_norm="layers.0.self_attn.q_norm.weight" in files.tensors,
+        **fields,
+    )
+
+
+def _checked_body(config: ConfigReader, files: DrafterFiles, settings: DrafterSettings) -> DecoderSpec:
+    body = _body(config, files)
+    fit.check_hidden_size(files.config, body.hidden_size, settings)
+    fit.check_vocabulary(files.config, body.vocab_size, settings)
+    fit.check_layer_count(files.config, settings)
+    return body
+
+
+# ---- version 1 -----------------------------------------------------------------------------------------
+
+
+def _first(files: DrafterFiles, settings: DrafterSettings) -> AheadNetwork:
+    """No norm before the layer and none after it: its output stands for the target's normed hidden state."""
+    target = settings.target
+    body = _checked_body(files.config, files, settings)
+    hidden = body.hidden_size
+    layout: Layout = {
+        "join.weight": whole("fc.weight", (hidden, 2 * hidden)),
+        **fit.own_tensors(files, body, body.vocab_size, settings),
+        **layer_layout(body, body.layers[0], "layers.0", "layers.0"),
+    }
+    del layout["layers.0.input_norm"]
+    if "fc.bias" in files.tensors:
+        layout["join.bias"] = whole("fc.bias", (hidden,))
+    filled = files.fill(layout, settings, what="an EAGLE drafter", harmless=lambda name: False)
+    filled["layers.0.input_norm"] = filled["final_norm"] = torch.ones_like(target.parameters.final_norm)
+    entrance = JoinedEntrance(
+        join=Linear(weight=filled["join.weight"], bias=filled.get("join.bias")),
+        target_norm=target.parameters.final_norm,
+        target_eps=target.spec.norm_eps,
+        eps=body.norm_eps,
+    )
+    last = len(target.spec.layers) - 1
+    vocabulary = DraftVocabulary(size=target.spec.vocab_size)
+    return _network(body, filled, entrance, (last,), vocabulary, settings, final_norm=False)
+
+
+# ---- version 3 -----------------------------------------------------------------------------------------
+
+
+def _third(files: DrafterFiles, settings: DrafterSettings) -> AheadNetwork:
+    config = files.config
+    body = _checked_body(files.body() if config.has("speculators_model_type") else config, files, settings)
+    hidden = body.hidden_size
+    taps = layer_ids(config, settings)
+    fit.check_fuse(files, hidden, taps)
+    draft_vocab_size = config.integer("draft_vocab_size", body.vocab_size)
+    vocabulary = fit.draft_vocabulary(files, draft_vocab_size, settings)
+    layout: Layout = {
+        "fuse": whole("fc.weight", (hidden, hidden * len(taps))),
+        "feature_norm": whole(THIRD_MARK, (hidden,)),
+        "final_norm": whole("norm.weight", (hidden,)),
+        **fit.own_tensors(files, body, draft_vocab_size, settings),
+        **layer_layout(body, body.layers[0], "layers.0", "layers.0", input_size=2 * hidden),
+    }
+    inner = _inner(config)
+    if (inner if inner.has("norm_before_fc") else config).flag("norm_before_fc", False):
+        layout["taps_norm"] = whole("input_norm.weight", (hidden * len(taps),))
+    filled = files.fill(layout, settings, what="an EAGLE-3 drafter", harmless=lambda name: name in HARMLESS)
+    entrance = WideEntrance(
+        fuse=Linear(weight=filled["fuse"]),
+        taps_norm=filled.get("taps_norm"),
+        embedding_norm=filled["layers.0.input_norm"],
+        feature_norm=filled["feature_norm"],
+        normed_residual=config.flag("norm_before_residual", False),
+        eps=body.norm_eps,
+    )
+    return _network(
+        body, filled, entrance, taps, vocabulary, settings, carries_normed=config.flag("norm_output", False)
+    )
+
+
+def layer_ids(config: ConfigReader, settings: DrafterSettings) -> tuple[int, ...]:
+    """The taps; where the file is silent, those that the first drafters of this version were trained with."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    inner = _inner(config)
+    reader = inner if inner.has(name) else config
+    if reader.has(name):
+        return fit.checked_taps(reader, name, reader.integer_list(name), 1, settings)
+    count = len(settings.target.spec.layers)
+    ids = [2, count // 2, count - 3]
+    if len(set(ids)) < len(ids) or min(ids) < 1:
+        raise ModelError(
+            f"{config.source} has no {name}, and the usual ones {ids} do not suit a target of {count} layers; "
+            "add the ids that the drafter was trained with"
+        )
+    return fit.checked_taps(config, f"{name} (by default)", ids, 1, settings)
+
+
+def _inner(config: ConfigReader) -> ConfigReader:
+    inner = config.fields.get("eagle_config")
+    return config.inner("eagle_config", inner if isinstance(inner, dict) else {})
+
+
+def _network(
+    body: DecoderSpec,
+    filled: Mapping[str, Tensor],
+    entrance: Entrance,
+    taps: tuple[int, ...],
+    vocabulary: DraftVocabulary,
+    settings: DrafterSettings,
+    *,
+    final_norm: bool = True,
+    carries_normed: bool = False,
+) -> AheadNetwork:
+    parameters = DecoderParameters(
+        embedding=fit.embedding_of(filled, settings),
+        layers=layers_from(body.layers, filled),
+        final_norm=filled["final_norm"],
+        head=fit.head_of(filled, settings),
+    )
+    return AheadNetwork(
+        body=body,
+        parameters=parameters,
+        entrance=entrance,
+        taps=taps,
+        vocabulary=vocabulary,
+        final_norm=final_norm,
+        carries_normed=carries_normed,
+    )

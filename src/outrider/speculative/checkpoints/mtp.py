@@ -1,0 +1,175 @@
+"""MTP modules inside a target's checkpoint, in both public layouts.
+
+    DeepSeek-V3    behind the last layer: model.layers.L.{enorm, hnorm, eh_proj, shared_head.…} beside a layer's tensors
+    Qwen3-Next     beside the model: mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.…
+
+Norms and layers are stored as the target's own are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from outrider.errors import ModelError
+from outrider.models.parameters import DecoderParameters, Linear
+from outrider.models.recipes.config import ConfigReader
+from outrider.models.recipes.layout import Layout, layer_layout, whole
+from outrider.models.weights.base import StoredTensor, fill, layers_from, rotary_buffer
+from outrider.models.weights.safetensors import TensorFiles, read_config
+from outrider.speculative.checkpoints import fit
+from outrider.speculative.drafters.ahead import AheadNetwork, JoinedEntrance
+from outrider.speculative.drafters.mtp import Mtp
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
+from outrider.speculative.settings import DrafterSettings
+
+LATENT_ATTENTION = "self_attn.kv_a_proj_with_mqa.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleNames:
+    """What a layout calls the tensors of a module, behind its prefix."""
+
+    prefix: str
+    layer: str
+    """The prefix of its layer."""
+    join: str
+    embedding_norm: str
+    feature_norm: str
+    final_norm: str
+    copies: tuple[str, ...]
+    """Copies of the target's own embedding and head."""
+    carries_normed: bool
+
+
+class ModuleFiles:
+    """The tensors of a target's checkpoint that lie under a prefix."""
+
+    def __init__(self, path: Path, files: TensorFiles, prefix: str) -> None:
+        self.path = path
+        self._files = files
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: about for name, about in files.tensors.items() if name.startswith(prefix)
+        }
+
+    def copy_into(self, name: str, destination: Tensor) -> None:
+        destination.copy_(self._files.mapped(name))
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+
+def load_mtp(settings: DrafterSettings) -> Mtp:
+    """The module of the target that is loaded already."""
+    target = settings.target
+    if target.path is None or not target.path.is_dir():
+        raise ModelError(
+            f"the target {target.name} is no directory of safetensors, and only these carry a module that predicts "
+            "further tokens; choose another method"
+        )
+    config = ConfigReader(*read_config(target.path))
+    files = TensorFiles(target.path)
+    names = _names(config, files, len(target.spec.layers), target.name)
+    module = ModuleFiles(target.path, files, names.prefix)
+    if f"{names.layer}{LATENT_ATTENTION}" in module.tensors:
+        raise ModelError(
+            f"{target.path}: the module's attention keeps latent keys and values ({names.layer}{LATENT_ATTENTION}), "
+            "which is not supported; choose another method"
+        )
+    return Mtp(
+        _network(module, names, settings), settings, name=target.name, fingerprint=f"{target.fingerprint}/module"
+    )
+
+
+def _names(config: ConfigReader, files: TensorFiles, layers: int, target: str) -> ModuleNames:
+    behind = f"model.layers.{layers}."
+    if f"{behind}eh_proj.weight" in files.tensors:
+        _check_one(config, "num_nextn_predict_layers")
+        return ModuleNames(
+            prefix=behind,
+            layer=behind,
+            join=f"{behind}eh_proj.weight",
+            embedding_norm=f"{behind}enorm.weight",
+            feature_norm=f"{behind}hnorm.weight",
+            final_norm=f"{behind}shared_head.norm.weight",
+            copies=(f"{behind}embed_tokens.weight", f"{behind}shared_head.head.weight"),
+            carries_normed=False,
+        )
+    if "mtp.fc.weight" in files.tensors:
+        _check_one(config, "mtp_num_hidden_layers")
+        _check_one(config, "num_nextn_predict_layers")
+        if any(name.startswith("mtp.layers.1.") for name in files.tensors):
+            raise ModelError(f"{config.source}: the module has several layers (mtp.layers.1.…); one is supported")
+        return ModuleNames(
+            prefix="mtp.",
+            layer="mtp.layers.0.",
+            join="mtp.fc.weight",
+            embedding_norm="mtp.pre_fc_norm_embedding.weight",
+            feature_norm="mtp.pre_fc_norm_hidden.weight",
+            final_norm="mtp.norm.weight",
+            copies=("mtp.embed_tokens.weight", "mtp.lm_head.weight"),
+            carries_normed=True,
+        )
+    raise ModelError(
+        f"the target {target} has no module that predicts further tokens (neither {behind}eh_proj.weight nor "
+        "mtp.fc.weight is in its checkpoint); choose another method"
+    )
+
+
+def _check_one(config: ConfigReader, name: str) -> None:
+    count = config.integer(name, 1)
+    if count != 1:
+        raise ModelError(
+            f"{config.source}: {name} is {count}, but one module, applied again and again, is what is supported; "
+            "choose another method"
+        )
+
+
+def _network(module: ModuleFiles, names: ModuleNames, settings: DrafterSettings) -> AheadNetwork:
+    target = settings.target
+    spec, hidden = target.spec, target.spec.hidden_size
+    last = spec.layers[-1]
+    dense = f"{names.layer}mlp.gate.weight" not in module.tensors
+    body = replace(spec, layers=(replace(last, window=None, experts=None if dense else last.experts),))
+    layout: Layout = {
+        "join": whole(names.join, (hidden, 2 * hidden)),
+        "embedding_norm": whole(names.embedding_norm, (hidden,)),
+        "feature_norm": whole(names.feature_norm, (hidden,)),
+        "final_norm": whole(names.final_norm, (hidden,)),
+        **layer_layout(body, body.layers[0], "layers.0", names.layer.removesuffix(".")),
+    }
+    progress = settings.progress
+    filled = fill(
+        module,
+        layout,
+        what="a module that predicts further tokens",
+        harmless=lambda name: rotary_buffer(name) or name in names.copies,
+        dtype=settings.dtype,
+        device=settings.device,
+        progress=None if progress is None else lambda done, total: progress("loading the drafter", done, total),
+    )
+    entrance = JoinedEntrance(
+        join=Linear(weight=filled["join"]),
+        target_norm=target.parameters.final_norm,
+        target_eps=spec.norm_eps,
+        eps=spec.norm_eps,
+        embedding_norm=filled["embedding_norm"],
+        feature_norm=filled["feature_norm"],
+        input_norm=filled["layers.0.input_norm"],
+    )
+    return AheadNetwork(
+        body=body,
+        parameters=DecoderParameters(
+            embedding=fit.embedding_of({}, settings),
+            layers=layers_from(body.layers, filled),
+            final_norm=filled["final_norm"],
+            head=fit.head_of({}, settings),
+        ),
+        entrance=entrance,
+        taps=(len(spec.layers) - 1,),
+        vocabulary=DraftVocabulary(size=spec.vocab_size),
+        carries_normed=names.carries_normed,
+    )
