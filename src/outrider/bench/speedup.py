@@ -56,7 +56,7 @@ def plain_engine(engine: Engine) -> Engine:
     """An engine whose requests can decode plainly: this one, unless its drafter's KV must be fed all the same."""
     if not engine.scheduler.kv.layout.footprint.groups:
         return engine
-    settings = replace(engine.config, speculative_config=None, max_num_seqs=1)
+    settings = replace(engine.config, speculative_config=None)
     return build_engine(settings, model=engine.model)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.api.cli.bench_decode import DECODE_HELP, bench_decode
 from outrider.bench.kv import REFERENCE_SOURCE, KVBenchConfig, Workload, measure
 from outrider.speculative.footprints import FOOTPRINTS
 
@@ -21,17 +22,14 @@ QUICK_REPEATS = 1
 QUICK_REQUESTS = 512
 
 bench_app = typer.Typer(
-    help="Measure what Outrider itself costs, without a model.",
+    help="Measure: how fast text is generated, and what the scheduler and the KV core cost.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@bench_app.callback()
-def _bench() -> None:
-    # With a callback, `kv` stays a sub-command while it is the only one.
-    pass
+bench_app.command("decode", help=DECODE_HELP)(bench_decode)
 
 
 # Given as text, since typer would keep the line breaks of a docstring.

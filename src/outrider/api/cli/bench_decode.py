@@ -1,0 +1,180 @@
+"""`outrider bench decode`: tokens per second, with and without speculation, beside Transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from outrider.api.cli.engine_options import (
+    ENGINE,
+    SPECULATIVE_EXAMPLE,
+    ModelOptions,
+    chosen_model,
+    speculative_mapping,
+)
+from outrider.api.cli.grouped import grouped
+from outrider.api.cli.terminal import errors, loading, out, progress_bar
+from outrider.config import EngineConfig, SpeculativeConfig
+
+DEFAULT_BATCHES = (1, 8)
+DEFAULT_TOKENS, DEFAULT_ROUNDS = 128, 5
+QUICK_TOKENS, QUICK_ROUNDS = 32, 2
+MEASURED = "What is measured"
+
+DECODE_HELP = (
+    "Measure how fast text is generated.\n\n"
+    "Outrider without speculation and with it (n-gram look-up), on ordinary and on repetitive text; beside it "
+    "Transformers with the same weights, plain and with its prompt look-up. All in one process, in turns, on the "
+    "same number of cores; medians over the rounds. Greedy and past end-of-text, so that all generate the same "
+    "number of tokens, which are compared.\n\n"
+    "[dim]Examples:[/dim]\n\n"
+    "  outrider bench decode\n\n"
+    "  outrider bench decode --quick --batch 1\n\n"
+    "  outrider bench decode --prompt-tokens 512 --tokens 64 --json"
+)
+
+
+@grouped
+def bench_decode(
+    *,
+    positional: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Requests at once; may be repeated. Default 1 and 8.",
+            show_default=False,
+            rich_help_panel=MEASURED,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.", rich_help_panel=MEASURED)] = 64,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help=f"Tokens to generate for each. Default {DEFAULT_TOKENS}, with --quick {QUICK_TOKENS}.",
+            show_default=False,
+            rich_help_panel=MEASURED,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"How often everything runs. Default {DEFAULT_ROUNDS}, with --quick {QUICK_ROUNDS}.",
+            show_default=False,
+            rich_help_panel=MEASURED,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Fewer tokens and rounds: sooner, but noisier.", rich_help_panel=MEASURED),
+    ] = False,
+    speculative_config: Annotated[
+        str,
+        typer.Option(
+            help=f"How to draft, as JSON. Default '{SPECULATIVE_EXAMPLE}'.",
+            metavar="JSON",
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = SPECULATIVE_EXAMPLE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")] = False,
+    model: ModelOptions,
+) -> None:
+    speculation = SpeculativeConfig.of(speculative_mapping(speculative_config))
+    assert speculation is not None
+    engine = EngineConfig(**(model.settings() | {"model": chosen_model(positional, model)}))
+
+    from outrider.bench.decode import DecodeBenchConfig, how_busy, measure, measurements, prepare
+
+    busy = how_busy()
+    config = DecodeBenchConfig(
+        engine=engine,
+        speculation=speculation,
+        batches=tuple(dict.fromkeys(batch or DEFAULT_BATCHES)),
+        prompt_tokens=prompt_tokens,
+        tokens=tokens or (QUICK_TOKENS if quick else DEFAULT_TOKENS),
+        rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
+    )
+    with loading() as progress:
+        arena = prepare(config, progress=progress)
+    if arena.note is not None:
+        errors.print(Text(f"note: {arena.note}; only Outrider is measured", style="yellow"), soft_wrap=True)
+    if busy is not None:
+        errors.print(Text(f"note: {busy}", style="yellow"), soft_wrap=True)
+    with progress_bar() as bar:
+        task = bar.add_task("", total=measurements(config, arena))
+        begun = 0
+
+        def told(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, completed=begun)
+            begun += 1
+
+        report = measure(config, arena, told) | {"busy": busy}
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        print_report(report)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    config = report["config"]
+    rounds = config["rounds"]
+    out.print(
+        f"{report['model']}, {report['dtype']}, {report['kernels']}, {config['num_threads']} threads: "
+        f"{config['tokens']} tokens after {config['prompt_tokens']}, "
+        + (f"medians of {rounds} rounds" if rounds > 1 else "one round")
+    )
+    compared = any(entry["ratio"] is not None for case in report["cases"] for entry in case["contestants"].values())
+    for case in report["cases"]:
+        out.print(_case_table(case, compared=compared))
+    _print_agreement(report, compared=compared)
+    memory = dict(report["memory_mb"])
+    peak = memory.pop("peak")
+    resident = ", ".join(f"{megabytes:,.0f} MB with {name}" for name, megabytes in memory.items())
+    out.print(f"Memory: {resident}; peak {peak:,.0f} MB.", soft_wrap=True)
+
+
+def _case_table(case: dict[str, Any], *, compared: bool) -> Table:
+    table = Table(
+        title=f"\nbatch {case['batch']}, {case['text']} text",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("", no_wrap=True)
+    headings = ["tokens/s", "step, ms", "tokens\nper step", "against\nplain"]
+    for heading in headings + (["against\nTransformers"] if compared else []):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, entry in case["contestants"].items():
+        row = [
+            f"{entry['tokens_per_s']:.1f}",
+            f"{entry['step_ms']:.1f}",
+            f"{entry['tokens_per_step']:.2f}",
+            f"{entry['ratio_to_plain']:.2f}×",
+        ]
+        if compared:
+            row.append(f"{entry['ratio']:.2f}×")
+        table.add_row(name, *row)
+    return table
+
+
+def _print_agreement(report: dict[str, Any], *, compared: bool) -> None:
+    entries = [entry for case in report["cases"] for entry in case["contestants"].values()]
+    texts, differ, ties = (
+        sum(entry[name] for entry in entries) for name in ("texts", "texts_that_differ", "at_a_proven_tie")
+    )
+    whose = "those of Transformers" if compared else "those without speculation"
+    line = f"\nTokens are {whose} in {texts - differ} of {texts} texts"
+    if differ:
+        line += f"; of the {differ} others {ties} part at a proven tie"
+    out.print(Text(f"{line}.", style="red" if differ > ties else "green"))

@@ -1,0 +1,239 @@
+"""How fast text is generated: Outrider with and without speculation, and Transformers with the same weights.
+
+All contestants run in one process, one after the other, over and over (A B C D A B C D …), so that a slow minute
+of the machine touches all alike. Every run generates the same number of tokens greedily, past end-of-text, after
+the same prompts. What is reported:
+
+    tokens/s    tokens of all requests / time from the first request to the last token, prompts included
+    step        median time of one decoding step, whatever it yields
+    ratio       median over the rounds of (time of Transformers / time of this contestant) in the same round
+
+The garbage collector runs before each run and never within one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from outrider.bench.contestants import Contestant, OutriderContestant, Run, TransformersContestant
+from outrider.bench.reference import reference_model, why_no_reference
+from outrider.bench.speedup import plain_engine
+from outrider.bench.texts import TEXTS, prompts_of
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.engine.build import Progress, build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.ties import examine, first_difference
+from outrider.errors import ConfigError
+from outrider.models.load import LoadedModel
+from outrider.sampling import SamplingParams
+
+WARM_UP_TOKENS = 8
+BUSY_SHARE = 0.5
+PLAIN, REFERENCE = "outrider", "transformers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeBenchConfig:
+    engine: EngineConfig
+    speculation: SpeculativeConfig
+    batches: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 64
+    tokens: int = 128
+    rounds: int = 5
+    texts: tuple[str, ...] = TEXTS
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"a batch has at least 1 request, got {', '.join(map(str, self.batches)) or 'none'}")
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Arena(NamedTuple):
+    """All contestants, ready."""
+
+    contestants: list[Contestant]
+    model: LoadedModel
+    plain: Engine
+    memory_mb: dict[str, float]
+    """Resident memory after each was made."""
+    note: str | None
+    """Why Transformers does not take part."""
+
+
+def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progress: Progress | None = None) -> Arena:
+    threads = config.engine.num_threads or usable_cores()
+    longest = config.prompt_tokens + config.tokens
+    settings = replace(
+        config.engine,
+        speculative_config=config.speculation,
+        num_threads=threads,
+        max_num_seqs=max(config.batches),
+        max_num_batched_tokens=max(config.engine.max_num_batched_tokens, max(config.batches) * config.prompt_tokens),
+        # Rounds repeat their prompts: a cache would hand the later ones their prefill.
+        enable_prefix_caching=False,
+    )
+    speculating = build_engine(settings, model=model, progress=progress)
+    if longest > speculating.max_model_len:
+        raise ConfigError(
+            f"{config.prompt_tokens} prompt tokens and {config.tokens} generated ones exceed the context of "
+            f"{speculating.max_model_len}; ask for fewer"
+        )
+    plain = plain_engine(speculating)
+    memory = {PLAIN: _resident_mb()}
+    contestants: list[Contestant] = [
+        OutriderContestant(PLAIN, plain, speculate=False),
+        OutriderContestant(f"{PLAIN}, {config.speculation.method}", speculating, speculate=True),
+    ]
+    note = why_no_reference(plain.model.spec)
+    if note is None:
+        reference = reference_model(plain.model)
+        contestants.append(TransformersContestant(REFERENCE, reference, threads))
+        contestants.append(
+            TransformersContestant(f"{REFERENCE}, prompt lookup", reference, threads, lookup=config.speculation)
+        )
+        memory[REFERENCE] = _resident_mb()
+    return Arena(contestants, plain.model, plain, memory, note)
+
+
+def how_busy() -> str | None:
+    """A warning if others use the machine; call it before anything runs."""
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load < BUSY_SHARE * cores:
+        return None
+    return f"the machine is busy (load {load:.1f} on {cores} cores): figures and ratios will be off"
+
+
+def _resident_mb() -> float:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+    except OSError:
+        return _peak_mb()
+
+
+def _peak_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+class Case(NamedTuple):
+    batch: int
+    text: str
+
+
+def measurements(config: DecodeBenchConfig, arena: Arena) -> int:
+    """How many runs there will be, warm-up included."""
+    per_round = sum(c.takes(batch) for c in arena.contestants for batch in config.batches)
+    return per_round * (1 + config.rounds * len(config.texts))
+
+
+def measure(config: DecodeBenchConfig, arena: Arena, told: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+    """Run everything. The result is plain data, ready for JSON."""
+    cases = [Case(batch, text) for batch in config.batches for text in config.texts]
+    prompts = {
+        case: prompts_of(case.text, arena.model.tokenizer, number=case.batch, tokens=config.prompt_tokens)
+        for case in cases
+    }
+    for batch in config.batches:
+        for contestant in arena.contestants:
+            if contestant.takes(batch):
+                told(f"warming up: {contestant.name}, batch {batch}")
+                contestant.run(prompts[Case(batch, config.texts[0])], min(WARM_UP_TOKENS, config.tokens))
+    runs: dict[Case, dict[str, list[Run]]] = {case: {} for case in cases}
+    for number in range(config.rounds):
+        for case in cases:
+            for contestant in arena.contestants:
+                if contestant.takes(case.batch):
+                    told(f"round {number + 1}: {contestant.name}, batch {case.batch}, {case.text} text")
+                    with _no_garbage_collection():
+                        run = contestant.run(prompts[case], config.tokens)
+                    runs[case].setdefault(contestant.name, []).append(run)
+    return {
+        "config": asdict(config) | {"num_threads": arena.plain.config.num_threads},
+        "model": arena.model.name,
+        "dtype": str(arena.model.parameters.embedding.dtype).removeprefix("torch."),
+        "kernels": type(arena.plain.runner.ops).__name__,
+        "cases": [_case_report(config, arena, case, prompts[case], runs[case]) for case in cases],
+        "memory_mb": arena.memory_mb | {"peak": _peak_mb()},
+        "note": arena.note,
+    }
+
+
+class _no_garbage_collection:  # noqa: N801 - used as a statement
+    def __enter__(self) -> None:
+        gc.collect()
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_error: object) -> None:
+        if self._was_on:
+            gc.enable()
+
+
+def _case_report(
+    config: DecodeBenchConfig, arena: Arena, case: Case, prompts: Sequence[list[int]], runs: dict[str, list[Run]]
+) -> dict[str, Any]:
+    expected = runs[REFERENCE if REFERENCE in runs else PLAIN][0].tokens
+    total = case.batch * config.tokens
+    report: dict[str, Any] = {"batch": case.batch, "text": case.text, "contestants": {}}
+    for name, each in runs.items():
+        lengths = [run.acceptance_length for run in each if run.acceptance_length is not None]
+        entry: dict[str, Any] = {
+            "tokens_per_s": median(total / run.seconds for run in each),
+            "best_tokens_per_s": max(total / run.seconds for run in each),
+            "step_ms": 1000 * median(step for run in each for step in run.steps_s) if config.tokens > 1 else None,
+            "first_token_ms": 1000 * median(run.first_token_s for run in each),
+            "tokens_per_step": median(run.tokens_per_step for run in each),
+            "acceptance_length": median(lengths) if lengths else None,
+            "ratio": median(r.seconds / run.seconds for r, run in zip(runs[REFERENCE], each, strict=True))
+            if REFERENCE in runs
+            else None,
+            "ratio_to_plain": median(p.seconds / run.seconds for p, run in zip(runs[PLAIN], each, strict=True)),
+        }
+        entry |= _agreement(arena.plain, prompts, expected, each, config.params)
+        report["contestants"][name] = entry
+    return report
+
+
+def _agreement(
+    plain: Engine,
+    prompts: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    runs: Sequence[Run],
+    params: SamplingParams,
+) -> dict[str, int]:
+    """How many texts are not the expected ones, and how many of those part at a proven tie."""
+    differ = ties = 0
+    for number, (prompt, right) in enumerate(zip(prompts, expected, strict=True)):
+        place = next(_places(right, [run.tokens[number] for run in runs]), None)
+        if place is None:
+            continue
+        differ += 1
+        at, other = place
+        if at < len(right) and at < len(other):
+            ties += examine(plain, [*prompt, *right[:at]], (right[at], other[at]), params).tied
+    return {"texts": len(prompts), "texts_that_differ": differ, "at_a_proven_tie": ties}
+
+
+def _places(right: list[int], others: Sequence[list[int]]) -> Iterator[tuple[int, list[int]]]:
+    for other in others:
+        place = first_difference(right, other)
+        if place is not None:
+            yield place, other

@@ -1,0 +1,77 @@
+"""Prompts for measurements: ordinary prose, and text that repeats itself as lists, tables and code do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+
+from outrider.models.tokenizer import Tokenizer
+
+PROSE = (
+    "A bridge is a promise made in stone. Whoever builds one says to people not yet born that they will be able to "
+    "cross here, dry and in safety, with their carts and their children. Most of the work lies under the water, where "
+    "nobody will ever see it: piles of oak driven into the mud, and on top of them a floor of heavy timber.",
+    "The baker gets up when the last guests of the inn go to bed. By four o'clock the oven is warm, and the dough that "
+    "was set the evening before has risen to the rim of the trough. He cuts it by eye and is seldom wrong by more than "
+    "the weight of an egg. The first loaves go to the hospital, the second to the school.",
+    "Snow changes the way sound travels through a town. Fresh flakes hold a great deal of air, and the air swallows "
+    "the high notes first, so that voices seem to come from behind a curtain. When the surface melts and freezes again "
+    "the effect is gone: a crust of ice throws back the noise of every wheel.",
+    "For a long time nobody knew where eels came from. They were found in ponds without any stream, and no one had "
+    "ever seen one with eggs. Only when ships towed fine nets across the ocean did the larvae turn up, smaller and "
+    "smaller towards the west, until the trail ended in a sea that has no shore.",
+    "My grandmother kept the accounts of the village shop in a language of her own. A circle stood for a pound of "
+    "flour, a cross for a candle, and a small bird for anything that was to be forgotten. After her death we found "
+    "whole pages of birds, with the names of half the street written neatly beside them.",
+    "The night train leaves from the platform that is furthest from the hall. Travellers drag their bags past the "
+    "kiosk, which is closed, and past the clock, which is slow. Inside, the conductor collects the tickets and asks "
+    "each of them the same question, whether they would like to be woken before the border or after it.",
+    "To sharpen a chisel you need a flat stone, a little water and more patience than strength. Hold the bevel against "
+    "the stone until it stops rocking and move it in slow figures of eight. After some minutes a thin wire of steel "
+    "can be felt along the edge; turn the blade over, and take it off with a single stroke.",
+    "The committee met on the first Monday of every month to decide about the fountain. Some wanted fish in it, others "
+    "feared for the fish, and a third party would rather have had a clock. The minutes of those meetings fill eleven "
+    "volumes. The fountain itself has been dry since the year in which the first was bound.",
+)
+
+ROWS: tuple[Callable[[int], str], ...] = (
+    lambda i: f'{{"id": {i}, "status": "done", "retries": 0}}\n',
+    lambda i: f"INSERT INTO cities VALUES ({i}, 'city', 'country');\n",
+    lambda i: f'<li><a href="/page/{i}">Page {i}</a></li>\n',
+    lambda i: f"[INFO] worker {i} started\n[INFO] worker {i} is ready\n",
+    lambda i: f"self.field_{i} = field_{i}\n",
+    lambda i: "| apple | fruit | red |\n| carrot | vegetable | orange |\n",
+    lambda i: f"Question {i}: yes or no? Answer {i}: yes.\n",
+    lambda i: "Row, row, row your boat, gently down the stream,\n",
+)
+
+TEXTS = ("ordinary", "repetitive")
+
+
+def prompts_of(text: str, tokenizer: Tokenizer, *, number: int, tokens: int) -> list[list[int]]:
+    """So many prompts of exactly so many tokens, all different; `text` is one of TEXTS."""
+    return [
+        _cut(tokenizer, _prose_from(place) if text == "ordinary" else _rows_from(place), tokens)
+        for place in range(number)
+    ]
+
+
+def _prose_from(place: int) -> Iterator[str]:
+    """All paragraphs over and over, from one of them on."""
+    for number in count(place):
+        yield f"{PROSE[number % len(PROSE)]}\n\n"
+
+
+def _rows_from(place: int) -> Iterator[str]:
+    row = ROWS[place % len(ROWS)]
+    first = 1 + 100 * (place // len(ROWS))
+    return (row(number) for number in count(first))
+
+
+def _cut(tokenizer: Tokenizer, parts: Iterator[str], tokens: int) -> list[int]:
+    text = ""
+    ids: list[int] = []
+    while len(ids) < tokens:
+        text += "".join(islice(parts, 4))
+        ids = tokenizer.encode(text)
+    return ids[:tokens]
