@@ -72,6 +72,7 @@ class _Job:
 class NumbaOps(Ops):
     """One caller at a time. Activations are float32 whatever the weights are stored as."""
 
+    name = "numba"
     row_exact = True
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
