@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
+from outrider.layers.ops import Ops
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafter import Drafter
@@ -69,10 +71,13 @@ def engine_with(
     *,
     block_size: int = 8,
     max_len: int = 256,
+    drafter_ops: Ops | None = None,
     **more: Any,
 ) -> tuple[Engine, Recorder]:
     """An engine whose drafts are right in part, and what its drafter really said."""
     settings = settings_for(target, page_tokens=block_size, max_model_len=max_len)
+    if drafter_ops is not None:
+        settings = replace(settings, ops=drafter_ops)
     recorder = Recorder(case.load(directory, target, settings), mostly_right(texts) if texts else None)
     return tiny_engine(target, drafter=recorder, method=case.method, block_size=block_size, **more), recorder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.engine.lossless import tokens_of
 from tests.speculative.cases import (
     CASES,
@@ -19,6 +20,7 @@ from tests.speculative.cases import (
 )
 
 from outrider.api.llm import LLM
+from outrider.layers.select import select_ops
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 
@@ -62,50 +64,60 @@ def test_chunks_of_prompts_feed_alike(
 def test_preempted_requests_draft_as_if_nothing_had_happened(
     case: Case, target: LoadedModel, texts: list[list[int]], tmp_path: Path
 ) -> None:
-    layers = len(target.spec.layers) * target.spec.kv_size
-    drafter = case.load(tmp_path / "size", target, settings=_settings(target))
-    slot = layers * 2 * 4 + sum(group.slot_bytes for group in drafter.footprint.groups)
-    engine, recorder = engine_with(
-        case, target, tmp_path, texts, kv_cache_memory_bytes=150 * slot, max_model_len=100, max_num_batched_tokens=256
-    )
-    assert tokens_of(LLM.over(engine).generate(prompts(), GREEDY)) == continuations(texts)
-    assert engine.scheduler.num_preemptions > 0
+    engine, recorder = engine_with(case, target, tmp_path, texts, max_num_batched_tokens=256)
+    for number, prompt in enumerate(prompts()):
+        engine.add_request(str(number), prompt, GREEDY)
+    outputs = [engine.output(str(number)) for number in range(len(prompts()))]
+    roster, step = engine.scheduler.roster, 0
+    while engine.has_work:
+        engine.step()
+        step += 1
+        victim = roster.last_running()
+        if victim is not None and step in (2, 5, 6, 9):
+            roster.preempt(victim)
+    assert roster.num_preemptions == 4
+    assert tokens_of(outputs) == continuations(texts)
     assert_as_reference(case, target, recorder)
-
-
-def _settings(target: LoadedModel):  # type: ignore[no-untyped-def]
-    from tests.speculative.tiny import settings_for
-
-    return settings_for(target)
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
 def test_a_request_that_did_not_draft_for_long_drafts_as_if_it_had(
     case: Case, target: LoadedModel, tmp_path: Path
 ) -> None:
-    """Without proposing, the drafter is fed; then others hit what was fed."""
-    engine, recorder = engine_with(case, target, tmp_path)
-    long = SamplingParams(temperature=0, max_tokens=120)
-    engine.add_request("quiet", prompts()[0], long, speculate=False)
+    """Cold = warm: a drafter that is only fed leaves behind what a later request needs, slot for slot."""
+    quiet = SamplingParams(temperature=0, max_tokens=120)
+    engine, warm = engine_with(case, target, tmp_path)
+    engine.add_request("quiet", prompts()[0], quiet, speculate=False)
+    output = engine.output("quiet")
     while engine.has_work:
         engine.step()
-    assert not recorder.proposals
-    text = engine_text(engine, long)
-    warm = LLM.over(engine).generate({"prompt_token_ids": text[:-1]}, GREEDY)[0]
-    assert warm.metrics.cached_tokens > 100
-    assert_as_reference(case, target, recorder)
+    assert not warm.proposals
+    text = {"prompt_token_ids": prompts()[0] + output.outputs[0].token_ids}
+    again = LLM.over(engine).generate(text, GREEDY)[0]
+    assert again.metrics.cached_tokens > 100
+    assert_as_reference(case, target, warm)
     cold_engine, cold = engine_with(case, target, tmp_path / "cold", enable_prefix_caching=False)
-    again = LLM.over(cold_engine).generate({"prompt_token_ids": text[:-1]}, GREEDY)[0]
-    assert again.outputs[0].token_ids == warm.outputs[0].token_ids
-    assert [(tokens, drafts) for tokens, _k, drafts in cold.proposals] == [
-        (tokens, drafts) for tokens, _k, drafts in recorder.proposals
-    ]
+    assert tokens_of(LLM.over(cold_engine).generate(text, GREEDY)) == tokens_of([again])
+    assert cold.proposals == warm.proposals
 
 
-def engine_text(engine, params):  # type: ignore[no-untyped-def]
-    prompt = prompts()[0]
-    engine.add_request("again", prompt, params, speculate=False)
-    output = engine.output("again")
-    while engine.has_work:
-        engine.step()
-    return prompt + output.outputs[0].token_ids
+@pytest.mark.parametrize("k", [1, 2, 6, 11])
+@pytest.mark.parametrize("case", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+def test_any_number_of_drafts(case: Case, target: LoadedModel, texts: list[list[int]], tmp_path: Path, k: int) -> None:
+    """Block sizes other than the trained one among them."""
+    engine, recorder = engine_with(case, target, tmp_path, texts, k=k, max_num_batched_tokens=256)
+    assert tokens_of(LLM.over(engine).generate(prompts(), GREEDY)) == continuations(texts)
+    assert max(proposal.k for proposal in recorder.proposals) == k
+    assert_as_reference(case, target, recorder)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+def test_compiled_operations_draft_alike(
+    case: Case, target: LoadedModel, texts: list[list[int]], tmp_path: Path
+) -> None:
+    ops = select_ops("auto", device=torch.device("cpu"), threads=1)
+    if ops.name == "torch":
+        pytest.skip("no compiled operations here")
+    engine, recorder = engine_with(case, target, tmp_path, texts, drafter_ops=ops, ops="numba", num_threads=1)
+    assert tokens_of(LLM.over(engine).generate(prompts(), GREEDY)) == continuations(texts)
+    assert_as_reference(case, target, recorder)
