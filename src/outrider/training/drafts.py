@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.training.batches import Batch, Pool
+from outrider.training.batches import Batch
 from outrider.training.corpus import Streams
 from outrider.training.networks import DFlashNetwork, DraftNetwork, Eagle3Network, NetworkShape
 from outrider.training.settings import TrainSettings, dflash_taps, eagle3_taps
@@ -35,10 +35,6 @@ class DraftPlan:
             return batch.labels, batch.known
         labels = self.draft_ids[batch.labels]
         return labels.clamp(min=0), batch.known & (labels >= 0)
-
-    def usable(self, pool: Pool, counts: Tensor) -> Tensor:
-        """Positions with labels; nothing is ruled out by the draft vocabulary alone."""
-        return counts
 
 
 def make_plan(settings: TrainSettings, target: Target, streams: Streams) -> DraftPlan:

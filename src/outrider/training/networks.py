@@ -125,8 +125,11 @@ class DraftNetwork(nn.Module, ABC):
         """
 
     def start_norm_from(self, target_norm: Tensor) -> None:
-        """The head was made for rows of the size that the target's last norm gives them."""
-        self.norm.weight.data.copy_(target_norm.float().cpu())
+        """The head was made for rows of the size that the target's last norm gives them.
+
+        Half of it: rows that mean nothing yet should not be confident.
+        """
+        self.norm.weight.data.copy_(0.5 * target_norm.float().cpu())
 
     def initialise_on(self, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device=device).manual_seed(seed)

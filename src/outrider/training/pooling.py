@@ -94,12 +94,12 @@ def fill_pool(
     streams: Streams,
     taps: Sequence[int],
     *,
-    scale: Tensor | None,
+    scale: Tensor,
     dtype: torch.dtype,
     batch_streams: int,
     with_final: bool,
 ) -> Pool:
-    """Run the target over the streams and keep what a drafter learns from. Without a scale taps stay as they are."""
+    """Run the target over the streams and keep what a drafter learns from; taps are multiplied by the scale."""
     device = target.device
     tokens = torch.from_numpy(streams.tokens.astype(np.int64)).to(device)
     roles = torch.from_numpy(streams.roles).to(device)
@@ -118,10 +118,11 @@ def fill_pool(
         states = target.states(padded, taps)
         rows = len(tokens[part])
         found = states.taps[:rows]
-        kept[part] = (found if scale is None else found.float() * scale).to(dtype)
+        # A stream that overflows 16 bits must not spoil the run.
+        kept[part] = torch.nan_to_num(found.float() * scale, nan=0.0, posinf=0.0, neginf=0.0).to(dtype)
         best[part] = best_tokens(target, states.final)[:rows]
         if final is not None:
-            final[part] = states.final[:rows].to(dtype)
+            final[part] = torch.nan_to_num(states.final[:rows]).to(dtype)
     return Pool(tokens=tokens, best=best, roles=roles, taps=kept, final=final)
 
 
@@ -131,4 +132,4 @@ def tap_scale(target: Target, streams: Streams, taps: Sequence[int]) -> Tensor:
     tokens = torch.from_numpy(streams.tokens.astype(np.int64)).to(target.device)
     # The first tokens of a stream are outliers, hundreds of times as large as any other.
     found = target.states(tokens, taps).taps[:, min(FIRST_TOKENS, tokens.shape[1] - 1) :].float().flatten(0, 1)
-    return found.square().mean(0).add(1e-6).rsqrt()
+    return torch.nan_to_num(found.square().mean(0).add(1e-6).rsqrt())

@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 from outrider.training.attention import BlockMasks
 from outrider.training.batches import Batch, Pool, decay_weights, dpace_weights, draw_anchors, known_counts, make_batch
 from outrider.training.checkpoint import load_state, refuse_other_run, save_state
+from outrider.training.corpus import Streams
 from outrider.training.drafts import DraftPlan
 from outrider.training.loss import HeadLoss
 from outrider.training.networks import DraftNetwork, block_layout
@@ -29,7 +30,6 @@ from outrider.training.target import Target
 
 Report = Callable[[str], None]
 
-SCALE_STREAMS = 32
 # What must be the same for a saved state to be continued.
 IDENTITY = ("method", "layers", "k", "causal", "optimiser", "batch_streams", "anchors", "pool_streams", "reuse", "seed")
 
@@ -60,6 +60,10 @@ class Trainer:
         self.head_loss = HeadLoss(plan.head.to(self.compute), chunk_rows=settings.chunk_rows, compiled=compiled)
         self.masks = self._masks()
         self.weights = decay_weights(self.network.k, settings.gamma, self.device)
+        self.mask_row = None
+        if plan.mask_token_id is not None:
+            mask_id = torch.tensor([plan.mask_token_id], device=self.device)
+            self.mask_row = target.embed(mask_id).to(self.compute)
         self.scale: Tensor | None = None
         self.step = 0
         self.elapsed_s = 0.0
@@ -80,17 +84,16 @@ class Trainer:
     # --- data ---------------------------------------------------------------------------------------
 
     def _fill(self, members: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        settings = self.settings
         self._pool = self._counts = None
         self._members = members
         if self.scale is None:
-            few = self.source.streams[members[:SCALE_STREAMS]]
+            few = self.source.streams[members[: self.settings.batch_streams]]
             self.scale = tap_scale(self.target, few, self.plan.taps)
         self._pool = self.pool_of(self.source.streams[members])
-        self._counts = self.plan.usable(self._pool, known_counts(self._pool, self.network.k))
-        del settings
+        self._counts = known_counts(self._pool, self.network.k)
 
-    def pool_of(self, streams: Any) -> Pool:
+    def pool_of(self, streams: Streams) -> Pool:
+        assert self.scale is not None
         return fill_pool(
             self.target,
             streams,
@@ -105,13 +108,14 @@ class Trainer:
         settings = self.settings
         if not self._queue:
             size = settings.batch_streams
-            self._fill(self.source.next(min(settings.pool_streams, 1 << 30)))
+            self._fill(self.source.next(settings.pool_streams))
             assert self._pool is not None
             for _ in range(settings.reuse):
-                order = torch.randperm(len(self._pool), generator=self.shuffle)
+                # Moved in one piece: a copy in every step would wait for the device.
+                order = torch.randperm(len(self._pool), generator=self.shuffle).to(self.device)
                 self._queue += list(order.split(size)[: len(order) // size])
         assert self._pool is not None and self._counts is not None
-        index = self._queue.pop(0).to(self.device)
+        index = self._queue.pop(0)
         anchors, real = draw_anchors(self._counts[index], settings.anchors, self.generator)
         return make_batch(self._pool.take(index), anchors, real, self.network.k)
 
@@ -123,11 +127,9 @@ class Trainer:
         blocks = batch.anchors[..., None] + torch.arange(self.network.k, device=self.device)
         ids = batch.tokens.gather(1, blocks.clamp(max=self.length - 1).flatten(1)).view(blocks.shape)
         embedded = self.target.embed(ids).to(self.compute)
-        if self.plan.mask_token_id is None:
+        other = self.mask_row
+        if other is None:
             other = self.target.embed(batch.tokens).to(self.compute)
-        else:
-            mask_id = torch.tensor([self.plan.mask_token_id], device=self.device)
-            other = self.target.embed(mask_id).to(self.compute)
         mixed = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
         with mixed:
             return self.forward(batch.taps, embedded, other, batch.anchors, mask)
@@ -177,7 +179,6 @@ class Trainer:
 
     def run(self, report: Report, evaluate: Callable[[], str], export: Callable[[], None]) -> None:
         """Until time is up or somebody asks to stop. A signal USR1 exports; TERM and INT save, export and end."""
-        settings = self.settings
         handlers = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
         try:
@@ -188,7 +189,6 @@ class Trainer:
         self.save()
         report(f"done: {self.step} steps in {self.elapsed_s:.0f} s; {evaluate()}")
         export()
-        del settings
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._wanted.add("export" if number == signal.SIGUSR1 else "stop")
@@ -280,5 +280,5 @@ class Trainer:
         self.scale = state["scale"].to(self.device)
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._fill(np.array(state["members"], dtype=np.int64))
-        self._queue = [torch.tensor(index, dtype=torch.int64) for index in state["queue"]]
+        self._queue = [torch.tensor(index, device=self.device) for index in state["queue"]]
         return True
