@@ -62,6 +62,11 @@ class Lockstep:
         """How many tokens of a bridge have been placed."""
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self._bridges = [torch.tensor(bridge, device=device) for bridge in self._bridge_ids()]
+        # Constants as tensors of the device: nothing may be copied to it while a graph is captured.
+        self._modes = torch.arange(6, device=device)
+        self._end = torch.tensor(conversation.end, device=device)
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+        self._question_temperature = torch.tensor(conversation.question_temperature, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._tables = {
             layer.rope: target.rotary(layer.rope, length) for layer in spec.layers
@@ -156,33 +161,33 @@ class Lockstep:
     def _sample(self, logits: Tensor) -> Tensor:
         """Greedy at temperature 0, otherwise the largest of logits with Gumbel noise."""
         asking = self.mode == QUESTION
-        temperature = torch.where(asking, self.conversation.question_temperature, self.temperature)[:, None]
+        temperature = torch.where(asking, self._question_temperature, self.temperature)[:, None]
         noise = torch.empty_like(logits).exponential_().log_()
         return torch.where(temperature > 0, logits - temperature * noise, logits).argmax(-1)
 
     def _place(self, sampled: Tensor) -> None:
         """Every stream's next token, by what the stream is doing, and what it does after."""
-        conversation, mode = self.conversation, self.mode
+        conversation, mode, modes = self.conversation, self.mode, self._modes
         behind = self.position + 1
         at = behind.view(1, 1).expand(self.streams, 1)
         prompt = self.tokens.gather(1, at)[:, 0]
         to_question, to_answer = self._bridges
         # The token behind the prompt's last is the answer's first.
-        mode = torch.where((mode == PROMPT) & (behind >= self.prompt_stop), ANSWER, mode)
+        mode = torch.where((mode == PROMPT) & (behind >= self.prompt_stop), modes[ANSWER], mode)
         token = torch.where(mode == PROMPT, prompt, sampled)
         token = torch.where(mode == TO_QUESTION, to_question[self.given.clamp(max=len(to_question) - 1)], token)
         token = torch.where(mode == TO_ANSWER, to_answer[self.given.clamp(max=len(to_answer) - 1)], token)
-        token = torch.where(mode == IDLE, conversation.end, token)
+        token = torch.where(mode == IDLE, self._end, token)
         self.tokens.scatter_(1, at, token[:, None])
         self.roles.scatter_(1, at, (mode == ANSWER)[:, None])
-        given = torch.where((mode == TO_QUESTION) | (mode == TO_ANSWER), self.given + 1, 0)
+        given = torch.where((mode == TO_QUESTION) | (mode == TO_ANSWER), self.given + 1, self._zero)
         ended = token == conversation.end
         after = IDLE if conversation.single else TO_QUESTION
-        mode = torch.where((mode == ANSWER) & ended, after, mode)
-        mode = torch.where((mode == QUESTION) & ended, TO_ANSWER, mode)
-        mode = torch.where((mode == TO_QUESTION) & (given == len(to_question)), QUESTION, mode)
-        mode = torch.where((mode == TO_ANSWER) & (given == len(to_answer)), ANSWER, mode)
-        self.given.copy_(torch.where((mode == QUESTION) | (mode == ANSWER), 0, given))
+        mode = torch.where((mode == ANSWER) & ended, modes[after], mode)
+        mode = torch.where((mode == QUESTION) & ended, modes[TO_ANSWER], mode)
+        mode = torch.where((mode == TO_QUESTION) & (given == len(to_question)), modes[QUESTION], mode)
+        mode = torch.where((mode == TO_ANSWER) & (given == len(to_answer)), modes[ANSWER], mode)
+        self.given.copy_(torch.where((mode == QUESTION) | (mode == ANSWER), self._zero, given))
         self.mode.copy_(mode)
 
 

@@ -108,6 +108,6 @@ def dflash_taps(layers: int, count: int = 5) -> tuple[int, ...]:
 
 def eagle3_taps(layers: int) -> tuple[int, ...]:
     """Low, middle, high. Public configurations name what *enters* a layer (2, L/2, L-3): one more than these."""
-    if layers < 6:
-        return (0, layers // 2, layers - 1)
+    if layers < 8:
+        return tuple(sorted({0, layers // 2, layers - 1}))
     return (1, layers // 2 - 1, layers - 4)
