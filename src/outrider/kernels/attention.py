@@ -12,7 +12,7 @@ from numba import njit
 
 from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.kernels.jobs import CHUNKS, set_word, word
-from outrider.kernels.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from outrider.kernels.memory import load_f32, load_i32, load_i64, prefetch, store_f32, store_i64
 from outrider.kernels.rotate import (
     DIM,
     FIRST_KEY,
@@ -66,11 +66,12 @@ BLOCK = 256
 TILE_ROWS = 16
 _HEADS = 4
 _KEYS = 4 if LANES == 16 else 3
+_KEYS_AHEAD = 4 * _KEYS
 _VECTORS = 4 if LANES == 16 else 2
 _NOTHING = np.float32(-np.inf)
 
 # Bound anew for each way of storing keys and values.
-_vector_bytes = LANE_BYTES
+_item_bytes, _vector_bytes = 4, LANE_BYTES
 _one = _two = _three = _four = _thin = UNBOUND
 _scores_of_item = _mixture_of_item = _block_result = _tile = _part = UNBOUND
 
@@ -86,24 +87,36 @@ def scratch_bytes(heads: int, kv_heads: int, dim: int) -> int:
     return 16 * BLOCK + share * (4 * BLOCK + (TILE_ROWS + 1) * part_bytes(dim))
 
 
-def _scores(queries, share, dim, keys, count, out):
-    """Every head's scores with the listed keys."""
+@njit(**OPTIONS)
+def _fetch(keys, values, count, at, row_bytes):
+    """Start to bring in the values that go with a group of keys, and a group of keys further on."""
+    for number in range(at, min(at + _KEYS, count)):
+        value = load_i64(values + 8 * number)
+        for line in range(0, row_bytes, 64):
+            prefetch(value + line)
+        if number + _KEYS_AHEAD < count:
+            key = load_i64(keys + 8 * (number + _KEYS_AHEAD))
+            for line in range(0, row_bytes, 64):
+                prefetch(key + line)
+
+
+def _scores(queries, share, dim, keys, values, count, fresh, out):
+    """Every head's scores with the listed keys. `fresh`: keys and values are not in the cache."""
     last = count - count % _KEYS
     q_stride, s_stride = 4 * dim, 4 * BLOCK
     for head in range(0, share, _HEADS):
         heads = min(_HEADS, share - head)
         q, o = queries + head * q_stride, out + head * s_stride
-        if heads == 1:
-            for t in range(0, last, _KEYS):
+        for t in range(0, last, _KEYS):
+            if fresh and head == 0:
+                _fetch(keys, values, count, t, dim * _item_bytes)
+            if heads == 1:
                 _one(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
-        elif heads == 2:
-            for t in range(0, last, _KEYS):
+            elif heads == 2:
                 _two(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
-        elif heads == 3:
-            for t in range(0, last, _KEYS):
+            elif heads == 3:
                 _three(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
-        else:
-            for t in range(0, last, _KEYS):
+            else:
                 _four(q, q_stride, keys + 8 * t, 0, dim, o + 4 * t, s_stride, 0, 0)
         for t in range(last, count):
             for each in range(heads):
@@ -159,13 +172,13 @@ def _list_addresses(job, line, kv_head, first, stop, keys, values):
         at = end
 
 
-def _attend_block(job, row, kv_head, keys, values, count, scores, part):
+def _attend_block(job, row, kv_head, keys, values, count, fresh, scores, part):
     """The block's result for each head of the row that reads this kv head."""
     heads, dim = word(job, HEADS), word(job, DIM)
     share = heads // word(job, KV_HEADS)
     stride = LANE_BYTES + (dim + LANES - 1) // LANES * LANE_BYTES
     queries = word(job, QUERIES) + (row * heads + kv_head * share) * dim * 4
-    _scores_of_item(queries, share, dim, keys, count, scores)
+    _scores_of_item(queries, share, dim, keys, values, count, fresh, scores)
     softcap = load_f32(job + 8 * SOFTCAP)
     for head in range(share):
         weights_of_scores(scores + head * BLOCK * 4, count, softcap, part + head * stride)
@@ -240,12 +253,16 @@ def _attend_tile(job, chunk, scratch):
     for begin in range(low // BLOCK * BLOCK, high, BLOCK):
         base = max(begin, low)
         _list_addresses(job, line, kv_head, base, min(begin + BLOCK, high), keys, values)
+        fresh = True
         for number in range(rows):
             first, stop = _range_of(job, first_row + number)
             first, stop = max(first, begin), min(stop, begin + BLOCK)
             if first < stop:
                 at = 8 * (first - base)
-                _block_result(job, first_row + number, kv_head, keys + at, values + at, stop - first, scores, part)
+                _block_result(
+                    job, first_row + number, kv_head, keys + at, values + at, stop - first, fresh, scores, part
+                )
+                fresh = False
                 _merge(running + number * share * stride, part, share, stride)
     for number in range(rows):
         _end(job, first_row + number, kv_head, running + number * share * stride, share, stride)
@@ -266,7 +283,7 @@ def _attend_part(job, chunk, scratch):
         line = np.int64(load_i32(word(job, SEQUENCE) + 4 * row))
         _list_addresses(job, line, kv_head, first, stop, keys, values)
         part = word(job, PARTS) + chunk * share * stride
-        _block_result(job, row, kv_head, keys, values, stop - first, scores, part)
+        _block_result(job, row, kv_head, keys, values, stop - first, True, scores, part)
 
 
 @njit(**OPTIONS)
@@ -298,7 +315,7 @@ def _kernel(item: int) -> Kernel:
     names = ("_one", "_two", "_three", "_four")
     dots = {name: dot_tile(heads, _KEYS, item, listed=True) for heads, name in enumerate(names, 1)}
     mixes = {name: mix_tile(heads, _VECTORS, item) for heads, name in enumerate(names, 1)}
-    scores = part(_scores, item, _thin=dot_tile(1, 1, item, listed=True), **dots)
+    scores = part(_scores, item, _thin=dot_tile(1, 1, item, listed=True), _item_bytes=ITEM_BYTES[item], **dots)
     thin_mix = mix_tile(1, 1, item, partial=True)
     mixture = part(_mixture, item, _thin=thin_mix, _vector_bytes=LANES * ITEM_BYTES[item], **mixes)
     block = part(_attend_block, item, _scores_of_item=scores, _mixture_of_item=mixture)

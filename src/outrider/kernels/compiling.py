@@ -67,12 +67,14 @@ class Kernel:
         self.name = f"{function.__name__}_{ITEMS[item]}"
         self._function = specialised(function, f"{self.name}_{_fingerprint()}", **names)
         self._compiled: Any = None
+        self._address = 0
 
     @property
     def address(self) -> int:
-        if self._compiled is None:
+        if not self._address:
             self._compiled = cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(self._function)
-        return cast(int, self._compiled.address)
+            self._address = cast(int, self._compiled.address)
+        return self._address
 
 
 class Entry:

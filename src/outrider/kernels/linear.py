@@ -36,6 +36,7 @@ _SUMS_BYTES = 128 << 10
 _WIDE_BYTES = 640 << 10
 _WIDTH_MAX = 256
 _WIDTH_STEP = math.lcm(COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO)
+_NARROW_ROWS = 3 * ROWS
 _TILES = ("_one", "_two", "_three", "_four", "_five", "_six")
 
 # Bound anew for each way of storing weights.
@@ -127,8 +128,6 @@ def _sums_for(item: int) -> Any:
     single["_one"] = dot_tile(1, COLUMNS_OF_ONE, item, spread=True)
     single["_two"] = dot_tile(2, COLUMNS_OF_TWO, item, spread=True)
     few = part(_few_sums, item, _rest=rest, **single)
-    if item != FLOAT32:
-        return few  # more rows than a tile has are multiplied with widened weights
     passes = {name: dot_tile(max(rows, ROWS // 2), COLUMNS, item, ahead=True) for name, rows in sizes.items()}
     return part(_sums, item, _few=few, _many=part(_many_sums, item, _rest=rest, **passes))
 
@@ -178,7 +177,7 @@ def linear(job, chunk, sums):
     weights = word(job, WEIGHTS) + first * w_stride
     ups = weights + n * w_stride
     block = _rows_per_block(m, k)
-    widened = _item != FLOAT32 and m > ROWS
+    widened = _item != FLOAT32 and m > _NARROW_ROWS
     if widened:
         # Once for all rows instead of once per tile.
         wide = sums + _SUMS_BYTES

@@ -53,12 +53,14 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._size, self._address = 0, 0
 
     def at_least(self, size: int) -> int:
         """Its address."""
-        if self._tensor.numel() < size:
+        if self._size < size:
             self._tensor = torch.empty(size, dtype=torch.uint8)
-        return self._tensor.data_ptr()
+            self._size, self._address = size, self._tensor.data_ptr()
+        return self._address
 
 
 class _Job:
