@@ -19,9 +19,9 @@ STYLES = {
 }
 MARKS = {Origin.ACCEPTED: "+", Origin.CORRECTED: "x", Origin.BONUS: "*", Origin.PLAIN: "."}
 MEANING = {
-    Origin.ACCEPTED: "draft, accepted",
-    Origin.CORRECTED: "the model's own, instead of a wrong draft",
-    Origin.BONUS: "the model's own, after a whole draft was right",
+    Origin.ACCEPTED: "accepted draft",
+    Origin.CORRECTED: "correction of a draft",
+    Origin.BONUS: "bonus after a whole draft",
     Origin.PLAIN: "no draft",
 }
 
