@@ -216,7 +216,7 @@ class ModuleCase:
         return save(directory, self.config(target), self.tensors(target))
 
     def load(self, directory: Path, target: LoadedModel, settings: DrafterSettings) -> Drafter:
-        loaded = replace(target, path=self.save(directory, target))
+        loaded = replace(settings.target, path=self.save(directory, target))
         return load_mtp(replace(settings, target=loaded))
 
     def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
