@@ -117,7 +117,11 @@ def how_busy() -> str | None:
     load, cores = os.getloadavg()[0], usable_cores()
     if load < BUSY_SHARE * cores:
         return None
-    return f"the machine is busy (load {load:.1f} on {cores} cores): figures and ratios will be off"
+    # Threads that wait for each other wait for every one of them to get a core: PyTorch loses a factor of ten.
+    return (
+        f"the machine is busy (load {load:.1f} on {cores} cores): do not trust the figures, and least of all the "
+        "ratios; --num-threads 1 distorts them less"
+    )
 
 
 def _resident_mb() -> float:

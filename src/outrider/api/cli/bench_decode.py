@@ -127,9 +127,9 @@ def bench_decode(
 
 def print_report(report: dict[str, Any]) -> None:
     config = report["config"]
-    rounds = config["rounds"]
+    rounds, threads = config["rounds"], config["num_threads"]
     out.print(
-        f"{report['model']}, {report['dtype']}, {report['kernels']}, {config['num_threads']} threads: "
+        f"{report['model']}, {report['dtype']}, {report['kernels']}, {threads} thread{'s' * (threads > 1)}: "
         f"{config['tokens']} tokens after {config['prompt_tokens']}, "
         + (f"medians of {rounds} rounds" if rounds > 1 else "one round")
     )
