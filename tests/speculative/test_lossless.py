@@ -8,10 +8,11 @@ import pytest
 from tests.engine.lossless import tokens_of
 from tests.engine.test_lossless import WINDOWS, workload
 from tests.engine.tiny import tiny_engine, tiny_model, tiny_spec
-from tests.speculative.cases import ONE_OF_EACH, Case, engine_with
+from tests.speculative.cases import ONE_OF_EACH, Case, engine_with, three_layers
 
 from outrider.api.llm import LLM
 from outrider.models.load import LoadedModel
+from outrider.sampling import SamplingParams
 
 Plain = tuple[LoadedModel, list[list[int]]]
 
@@ -70,3 +71,14 @@ def test_shortage_gives_the_same_text(plain: Plain, case: Case, tmp_path: Path) 
     assert tokens_of(LLM.over(engine).generate(*workload())) == expected
     if model.spec.layers[0].window is None:
         assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+def test_several_continuations_are_those_of_the_plain_target(case: Case, tmp_path: Path) -> None:
+    model = three_layers()
+    params = SamplingParams(temperature=0.9, seed=5, n=3, max_tokens=20)
+    prompts = [[5, 6, 7] * 11, [9] * 16]
+    expected = tokens_of(LLM.over(tiny_engine(model)).generate(prompts, params))
+    engine, _ = engine_with(case, model, tmp_path)
+    assert tokens_of(LLM.over(engine).generate(prompts, params)) == expected
+    assert engine.speculation.draft_tokens > 0
