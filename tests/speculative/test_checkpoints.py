@@ -71,6 +71,15 @@ def test_the_usual_layer_ids_are_taken_where_a_file_names_none(tmp_path: Path) -
     assert_as_reference(case, deep, recorder)
 
 
+def test_a_layer_may_be_tapped_twice(tmp_path: Path) -> None:
+    """As the usual ids do in a target of six layers."""
+    deep = tiny_model(tiny_spec(windows=(None,) * 6))
+    case = ThirdCase(layout="speculators", taps=(1, 2, 2))
+    engine, recorder = engine_with(case, deep, tmp_path)
+    LLM.over(engine).generate(prompts()[3:], GREEDY)
+    assert_as_reference(case, deep, recorder)
+
+
 @pytest.mark.parametrize("layout", ["deepseek", "qwen"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_module_in_the_target_s_directory_drafts(family: str, layout: str, tmp_path: Path) -> None:
@@ -144,7 +153,6 @@ REFUSED: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "a large vocabulary": ("full", at_top(vocab_size=151_936), ("vocab_size is 151936", "256")),
     "another target": ("full", at_top(num_target_layers=36), ("num_target_layers is 36", "3 layers")),
     "layer ids out of range": ("full", inside("dflash_config", target_layer_ids=[0, 3]), ("[0, 3]", "0 to 2")),
-    "a layer id twice": ("full", inside("dflash_config", target_layer_ids=[1, 1]), ("[1, 1]", "twice")),
     "too few layer ids": (
         "full",
         inside("dflash_config", target_layer_ids=[1]),

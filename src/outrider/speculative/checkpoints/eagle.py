@@ -171,7 +171,7 @@ def layer_ids(config: ConfigReader, settings: DrafterSettings) -> tuple[int, ...
         return fit.checked_taps(reader, name, reader.integer_list(name), 1, settings)
     count = len(settings.target.spec.layers)
     ids = [2, count // 2, count - 3]
-    if len(set(ids)) < len(ids) or min(ids) < 1:
+    if min(ids) < 1:
         raise ModelError(
             f"{config.source} has no {name}, and the usual ones {ids} do not suit a target of {count} layers; "
             "add the ids that the drafter was trained with"

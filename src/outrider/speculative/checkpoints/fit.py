@@ -82,8 +82,6 @@ def checked_taps(
             f"{config.source}: {name} {list(ids)} must be layers {offset} to {count - 1 + offset} of the target "
             f"{settings.target.name}, which has {count}"
         )
-    if len(set(taps)) != len(taps):
-        raise ModelError(f"{config.source}: {name} {list(ids)} names a layer twice")
     return taps
 
 
