@@ -42,6 +42,11 @@ def draft_model_from(model: LoadedModel, settings: DrafterSettings, *, num_layer
             "choose a draft model with the same tokenizer"
         )
     spec, parameters, fingerprint = model.spec, model.parameters, model.fingerprint
+    if spec.vocab_size < settings.target.tokenizer.vocab_size:
+        raise ConfigError(
+            f"the draft model {model.name} embeds {spec.vocab_size} tokens, but {settings.target.name} can write "
+            f"{settings.target.tokenizer.vocab_size}; choose a draft model with the same tokenizer"
+        )
     if num_layers is not None:
         if num_layers > len(spec.layers):
             raise ConfigError(
