@@ -95,6 +95,7 @@ class SequenceKV:
         "target_last_page_start",
         "target_room",
         "tokens",
+        "verify_headroom",
     )
 
     def __init__(self, id: str, tokens: array[int], chain: Chain, num_groups: int, namespace: tuple[str, str]) -> None:
@@ -107,6 +108,9 @@ class SequenceKV:
         self.skip_tiers = False
         """A tier failed it once: from then on it takes only what the device holds."""
         self.target_headroom = 0
+        """Slots past v that the next step may ask for; what a commit leaves reserved."""
+        self.verify_headroom = 0
+        """The same while it drafts: rows that verify are among them."""
         self.draft_headroom = 0
         self.reset(num_groups)
 

@@ -93,7 +93,7 @@ class KVManager:
         self._sizing.check(id, total_tokens, k)
         chain = Chain(self._root(adapter, salt), self.layout.grain, media)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
-        sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
+        sequence.target_headroom = sequence.verify_headroom = ahead = self.config.steps_ahead * (1 + k)
         sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._footprint.durable_lead
         self.sequences[id] = sequence
         return sequence
@@ -185,7 +185,7 @@ class KVManager:
 
     def _admit_draft(self, sequence: SequenceKV, hit: Hit, seats: list[Seating]) -> None:
         """Draft groups take what lies next to the target's hit, or are dropped: they never delay it."""
-        sequence.drafting = True
+        sequence.drafting, sequence.target_headroom = True, sequence.verify_headroom
         sequence.draft_end = hit.draft[0].end
         try:
             self.holdings.require(seats)
@@ -463,7 +463,8 @@ class KVManager:
             sequence.groups[g] = GroupPages()
         for load in [load for load in sequence.loads if load.group in self.layout.draft_groups]:
             del sequence.loads[load]
-        sequence.drafting = False
+        # It verifies nothing from now on: the next commit gives back pages past its own rows.
+        sequence.drafting, sequence.target_headroom = False, self.config.steps_ahead
         self.dropped_drafts += 1
         self.holdings.measure_room(sequence)
 

@@ -72,6 +72,10 @@ class Sanitizer(KVObserver):
         assert self._manager is not None
         self._accounts.check(self._manager)
 
+    def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int) -> None:
+        """I5: a commit gave back what the steps to come will not ask for. rows_ahead: rows already planned."""
+        self._accounts.check_surplus(sequence, k=k, rows_ahead=rows_ahead, steps_ahead=self.config.steps_ahead)
+
     def _seed(self, namespace: tuple[str, str]) -> int:
         identity = self.config.identity
         return namespace_seed(identity.weights, identity.dtype, identity.layout, *namespace)

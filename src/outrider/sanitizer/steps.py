@@ -64,6 +64,14 @@ class StepChecks:
                 page=copy.destination,
                 writer=target.writers[0],
             )
+        if not target.refs and not target.quarantined:
+            self._fail(
+                "I1",
+                "a copy writes to a page that nobody holds any more",
+                group=copy.group,
+                page=copy.destination,
+                writer=target.writers[0],
+            )
         target.group = copy.group
         span = slice(copy.first, copy.stop)
         target.ids[span] = source.ids[span]

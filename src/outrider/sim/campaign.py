@@ -30,6 +30,7 @@ FAULT_KINDS = (
     "request_failed",
     "tier_load",
     "tier_load_failed",
+    "transfer_cancelled",
     "transfer_delayed",
     "transfer_duplicated",
     "transfer_failed",

@@ -28,11 +28,13 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "limit": footprint.max_len is not None,
         "sliding": any(group.window for group in scenario.target),
         "split": scenario.split,
+        "loads": scenario.split or scenario.tier_share > 0,
         "transfer_faults": scenario.transfer_faults > 0,
         "in_flight": scenario.step_in_flight,
         "abort": any(fault.kind == "abort" for fault in scenario.faults),
         "fork": any(request.n > 1 for request in scenario.requests) and not scenario.split,
         "salt": len({request.salt for request in scenario.requests}) > 1,
+        "surplus": any(1 < group.page_tokens <= request.k for group in scenario.target for request in scenario.requests),
         "tight": scenario.arena_slack < 1,
     }
     return frozenset(name for name, holds in found.items() if holds)

@@ -126,6 +126,11 @@ class Worker:
         flight = self.flying.pop(0)
         assert flight.verdict is not None
         updates = self.scheduler.commit(flight.plan, flight.verdict)
+        for row in flight.plan.rows:
+            request = self.scheduler.requests.get(row.request)
+            if request is not None and request.epoch == row.epoch:
+                rows_ahead = sum(ahead.num_rows for ahead in request.flight)
+                self.sanitizer.check_surplus(request.kv, k=request.k, rows_ahead=rows_ahead)
         if any(update.finish for update in updates):
             self.sanitizer.check_conservation()
         return updates

@@ -19,7 +19,7 @@ from outrider.sim.device import DeviceRequest, fork_seed
 from outrider.sim.oracle import FakeModel, Reference
 from outrider.sim.scenario import RequestDraw, Scenario
 from outrider.sim.tier import FakeTier
-from outrider.sim.transfers import DEADLINE_TICKS, Pull, Transfers
+from outrider.sim.transfers import Transfers
 from outrider.sim.worker import Worker
 from outrider.transfer.connector import Offer, offered_intervals
 
@@ -179,7 +179,7 @@ class World:
         if self.scenario.one_by_one and self.tickets:
             self._submit(next(iter(self.tickets.values())))
         for fault in self.scenario.faults:
-            action = self._abort if fault.kind == "abort" else self._kill
+            action = self.abort if fault.kind == "abort" else self._kill
             self.at(fault.at, lambda action=action, target=fault.target: action(target))  # type: ignore[misc]
 
     def _loop(self) -> None:
@@ -349,15 +349,14 @@ class World:
 
     # ---- faults from outside -----------------------------------------------------------------------
 
-    def _abort(self, name: str) -> None:
+    def abort(self, name: str) -> None:
         for worker in self.workers.values():
             request = worker.scheduler.requests.get(name)
             if request is None:
                 continue
             self.result.faults["abort"] += 1
             held = request.state is State.HELD
-            aside = worker.scheduler.abort(name)
-            self._transfers.quarantine(worker, Pull(name, [self.now + 3 * DEADLINE_TICKS]), aside)
+            self._transfers.quarantine_aborted(worker, name, worker.scheduler.abort(name))
             worker.sanitizer.check_conservation()
             self.tickets[name].done = True
             if held:
