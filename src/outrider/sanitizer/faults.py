@@ -303,7 +303,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         story="a page below what arrived is offered to the index",
         where="outrider.kv.holdings:Holdings.keep_run",
         change=patches.publish_failed_pages,
-        needs=_needs("drafts", "loads", "transfer_faults"),
+        needs=_needs("taps", "tier", "transfer_faults"),
     ),
     Mutation(
         name="window_freed_under_tap_rows",

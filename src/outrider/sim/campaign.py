@@ -17,6 +17,7 @@ CHUNK = 20
 
 FAULT_KINDS = (
     "abort",
+    "cache_reset",
     "chunking",
     "draft_groups_dropped",
     "drafter_catching_up",

@@ -12,7 +12,7 @@ from outrider.sim.campaign import run_scenario
 from outrider.sim.scenario import Scenario, draw
 from outrider.sim.world import Failure
 
-MOST_SCENARIOS = 400
+MOST_SCENARIOS = 1000
 """Scenarios tried for one mutation before it counts as missed."""
 
 
@@ -23,11 +23,13 @@ def traits(scenario: Scenario) -> frozenset[str]:
     found = {
         "drafts": bool(footprint.groups) and drafting,
         "block": footprint.proposing is Proposing.BLOCK and drafting,
+        "taps": bool(footprint.taps) and drafting,
         "reach": footprint.token_reach > 0,
         "keeps": footprint.keeps_accepted and drafting,
         "limit": footprint.max_len is not None,
         "sliding": any(group.window for group in scenario.target),
         "split": scenario.split,
+        "tier": scenario.tier_share > 0,
         "loads": scenario.split or scenario.tier_share > 0,
         "transfer_faults": scenario.transfer_faults > 0,
         "in_flight": scenario.step_in_flight,

@@ -43,11 +43,16 @@ class RequestDraw:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultDraw:
-    """An event from outside: a request is aborted, or a worker dies."""
+    """An event from outside: a request is aborted, a worker dies, or its prefix cache is emptied."""
 
     at: int
     kind: str
+    """One of OUTSIDE_FAULTS."""
     target: str
+    """A request for "abort", else a worker."""
+
+
+OUTSIDE_FAULTS = ("abort", "death", "reset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +276,16 @@ class Drawing:
         return tuple(faults)
 
 
+def with_extras(scenario: Scenario, random: Random) -> Scenario:
+    """What is drawn apart from the rest, so that a new kind of event leaves older scenarios as they were."""
+    faults = scenario.faults
+    if not scenario.one_by_one and random.random() < (0.5 if scenario.tier_share else 0.05):
+        # With a second tier everything is loaded back from there.
+        faults += (FaultDraw(at=random.randint(5, 40), kind="reset", target="decode"),)
+    return replace(scenario, faults=faults)
+
+
 def draw(seed: int, index: int) -> Scenario:
     """Scenario number `index` of a seed."""
-    return Drawing(Random(f"outrider:{seed}:{index}"), seed=seed * 1_000_003 + index).scenario()
+    scenario = Drawing(Random(f"outrider:{seed}:{index}"), seed=seed * 1_000_003 + index).scenario()
+    return with_extras(scenario, Random(f"outrider:{seed}:{index}:extras"))

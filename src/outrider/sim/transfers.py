@@ -90,7 +90,8 @@ class Transfers:
         epoch = worker.scheduler.requests[request].epoch
         fates: list[TransferFate] = []
         for number, load in enumerate(loads):
-            fate = transfer_fate(self._world.scenario, request, f"{worker.engine}:{epoch}:{number}")
+            name = f"{worker.engine}:{epoch}:{number}"
+            fate = transfer_fate(self._world.scenario, request, name, from_tier=load.key is not None)
             fates.append(fate)
             for kind in fate.kinds:
                 self._world.result.faults[kind] += 1

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from outrider.errors import InvariantViolation, RequestError
 from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
-from outrider.sim.oracle import FakeModel, Reference
+from outrider.sim.oracle import FakeModel, Reference, chance
 from outrider.sim.scenario import RequestDraw, Scenario
 from outrider.sim.tier import FakeTier
 from outrider.sim.transfers import Transfers
@@ -85,8 +85,8 @@ class World:
         self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
         self._transfers = Transfers(self)
-        tier = scenario.tier_share > 0
-        self.tier = FakeTier(capacity_pages=24) if tier else None
+        roomy = chance(scenario.seed, "tier") < 0.5
+        self.tier = FakeTier(capacity_pages=400 if roomy else 24) if scenario.tier_share > 0 else None
         self.workers = {"decode": self._make("decode")}
         if scenario.split:
             self.workers["prefill"] = self._make("prefill")
@@ -179,7 +179,7 @@ class World:
         if self.scenario.one_by_one and self.tickets:
             self._submit(next(iter(self.tickets.values())))
         for fault in self.scenario.faults:
-            action = self.abort if fault.kind == "abort" else self._kill
+            action = {"abort": self.abort, "death": self._kill, "reset": self._reset_cache}[fault.kind]
             self.at(fault.at, lambda action=action, target=fault.target: action(target))  # type: ignore[misc]
 
     def _loop(self) -> None:
@@ -364,6 +364,11 @@ class World:
                 assert offer is not None
                 worker.leases.release(offer.lease)
             self.wake(worker)
+
+    def _reset_cache(self, name: str) -> None:
+        """Somebody empties a worker's prefix cache; requests in it go on."""
+        self.result.faults["cache_reset"] += 1
+        self.workers[name].kv.reset_cache()
 
     def _kill(self, name: str) -> None:
         """A worker dies with everything it held and starts again under a new id."""
