@@ -133,6 +133,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         needs=_needs("salt"),
     ),
     Mutation(
+        name="adapter_left_out_of_the_seed",
+        invariant="I2",
+        story="requests with and without an adapter share pages",
+        where="outrider.kv.prefix:CacheIdentity.root",
+        change=patches.adapter_left_out,
+        needs=_needs("adapter"),
+    ),
+    Mutation(
+        name="media_hashed_by_token_id",
+        invariant="I2",
+        story="two pictures with the same placeholders share pages",
+        where="outrider.kv.prefix:Chain._media_bytes",
+        change=patches.media_by_token_id,
+        needs=_needs("media"),
+    ),
+    Mutation(
         name="scratch_is_published",
         invariant="I2",
         story="a page is published one slot too early",

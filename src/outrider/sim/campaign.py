@@ -17,12 +17,14 @@ CHUNK = 20
 
 FAULT_KINDS = (
     "abort",
+    "adapter_hit",
     "cache_reset",
     "chunking",
     "draft_groups_dropped",
     "drafter_catching_up",
     "fork",
     "lease_expired",
+    "media_hit",
     "page_copy",
     "page_shortage",
     "peer_without_drafter",

@@ -36,6 +36,8 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "abort": any(fault.kind == "abort" for fault in scenario.faults),
         "fork": any(request.n > 1 for request in scenario.requests) and not scenario.split,
         "salt": len({request.salt for request in scenario.requests}) > 1,
+        "adapter": len({request.adapter for request in scenario.requests}) > 1,
+        "media": any(request.media for request in scenario.requests),
         "surplus": any(1 < group.page_tokens <= request.k for group in scenario.target for request in scenario.requests),
         "tight": scenario.arena_slack < 1,
     }

@@ -132,8 +132,12 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 def _simpler_requests(request: RequestDraw) -> Iterator[RequestDraw]:
     if len(request.prompt) > 1:
-        yield replace(request, prompt=request.prompt[: len(request.prompt) // 2])
-        yield replace(request, prompt=request.prompt[:-1])
+        yield request.with_prompt(request.prompt[: len(request.prompt) // 2])
+        yield request.with_prompt(request.prompt[:-1])
+    for number in range(len(request.media)):
+        yield replace(request, media=request.media[:number] + request.media[number + 1 :])
+    if request.adapter:
+        yield replace(request, adapter="")
     if request.max_tokens > 1:
         yield replace(request, max_tokens=request.max_tokens // 2)
     if request.n > 1:

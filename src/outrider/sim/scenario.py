@@ -10,6 +10,7 @@ from outrider.errors import TraceError
 from outrider.kv.footprint import GroupSpec, KVFootprint
 from outrider.kv.groups import group_kind
 from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.prefix import Media
 from outrider.kv.sizing import worst_case_pages
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
 
@@ -37,8 +38,20 @@ class RequestDraw:
     priority: int = 0
     n: int = 1
     salt: str = ""
+    adapter: str = ""
+    media: tuple[tuple[int, int, str], ...] = ()
+    """(start, end, what is shown there), in order and apart from each other."""
     stops: bool = True
     use_cache: bool = True
+
+    @property
+    def items(self) -> tuple[Media, ...]:
+        return tuple(Media(start, end, shown.encode()) for start, end, shown in self.media)
+
+    def with_prompt(self, prompt: tuple[int, ...]) -> RequestDraw:
+        """The same request with a shorter prompt: media past its end go."""
+        kept = tuple((s, min(e, len(prompt)), shown) for s, e, shown in self.media if s < len(prompt))
+        return replace(self, prompt=prompt, media=kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +295,34 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
     if not scenario.one_by_one and random.random() < (0.5 if scenario.tier_share else 0.05):
         # With a second tier everything is loaded back from there.
         faults += (FaultDraw(at=random.randint(5, 40), kind="reset", target="decode"),)
-    return replace(scenario, faults=faults)
+    requests = scenario.requests
+    if random.random() < 0.25:
+        requests = tuple(replace(request, adapter=random.choice(("", "", "formal"))) for request in requests)
+    if random.random() < 0.3:
+        requests = with_media(requests, random)
+    return replace(scenario, requests=requests, faults=faults)
+
+
+PLACEHOLDER = 9
+"""The token id at every media position: only the content tells them apart."""
+
+
+def with_media(requests: tuple[RequestDraw, ...], random: Random) -> tuple[RequestDraw, ...]:
+    """Put media into all prompts at the same places, so that prompts which share them share their pages."""
+    places, start = [], 0
+    for _ in range(random.choice((1, 1, 2, 3))):
+        start += random.randint(0, 9)
+        end = start + random.choice((1, 2, 5, 9))
+        places.append((start, end))
+        start = end
+    out = []
+    for request in requests:
+        prompt = list(request.prompt)
+        for start, end in places:
+            prompt[start:end] = [PLACEHOLDER] * len(prompt[start:end])
+        media = tuple((start, end, random.choice(("cat", "cat", "dog"))) for start, end in places)
+        out.append(replace(request, media=media).with_prompt(tuple(prompt)))
+    return tuple(out)
 
 
 def draw(seed: int, index: int) -> Scenario:

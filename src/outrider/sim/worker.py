@@ -12,7 +12,6 @@ from outrider.kv.observer import Hit
 from outrider.sanitizer import Mode, Sanitizer
 from outrider.scheduler import LoadFailure, Role, Scheduler, SchedulerConfig, StepPlan, Update, Verdict
 from outrider.sim.device import FakeDevice
-from outrider.sim.oracle import FakeModel
 from outrider.sim.scenario import Scenario
 from outrider.sim.tier import FakeTier
 from outrider.transfer.connector import LeaseBook
@@ -27,11 +26,15 @@ class WatchingSanitizer(Sanitizer):
         super().__init__(layout, config, mode=mode)
         self.hits: list[tuple[str, int]] = []
         self.hit_mismatches = 0
+        self.media_hits = 0
+        self.adapter_hits = 0
         self.new_pages: list[tuple[int, int, bytes]] = []
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         assert self._manager is not None
         self.hits.append((sequence.id, hit.end))
+        self.media_hits += any(item.start < hit.end for item in sequence.chain.media)
+        self.adapter_hits += bool(sequence.namespace[0]) and hit.end > 0
         limit = len(sequence.tokens) - 1 if use_cache else 0
         alone, _views = self._manager.search(sequence, limit, draft=False)
         self.hit_mismatches += alone.end != hit.end
@@ -90,7 +93,6 @@ class Worker:
         self.device = FakeDevice(
             self.layout,
             config,
-            FakeModel(self.layout, scenario.vocabulary),
             self.sanitizer,
             acceptance=scenario.acceptance,
             seed=scenario.seed,

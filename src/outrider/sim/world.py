@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from outrider.errors import InvariantViolation, RequestError
 from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
-from outrider.sim.oracle import FakeModel, Reference, chance
+from outrider.sim.oracle import FakeModel, Inputs, Reference, chance
 from outrider.sim.scenario import RequestDraw, Scenario
 from outrider.sim.tier import FakeTier
 from outrider.sim.transfers import Transfers
@@ -80,7 +80,7 @@ class World:
         self._event_count = 0
         self._hash = blake2b(digest_size=16)
         self._incarnations: Counter[str] = Counter()
-        self._references: dict[tuple[str, tuple[int, ...], int], Reference] = {}
+        self._references: dict[tuple[str, str, int], Reference] = {}
         self._ticking: set[str] = set()
         self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
@@ -161,6 +161,8 @@ class World:
         result.faults["preemption"] += scheduler.num_preemptions
         result.faults["page_shortage"] += scheduler.num_stalls
         result.faults["draft_groups_dropped"] += worker.kv.dropped_drafts
+        result.faults["media_hit"] += worker.sanitizer.media_hits
+        result.faults["adapter_hit"] += worker.sanitizer.adapter_hits
         result.hit_mismatches += worker.sanitizer.hit_mismatches
         result.hits += worker.sanitizer.hits
         result.drafts += scheduler.num_draft_tokens
@@ -270,6 +272,8 @@ class World:
                     priority=draw.priority,
                     n=1 if self.scenario.split else draw.n,
                     salt=draw.salt,
+                    adapter=draw.adapter,
+                    media=draw.items,
                     stop_tokens=STOP_TOKENS if draw.stops else frozenset(),
                     use_cache=draw.use_cache,
                     remote=remote,
@@ -284,12 +288,13 @@ class World:
         self.wake(worker)
 
     def _enter_device(self, worker: Worker, name: str, ticket: Ticket, tokens: tuple[int, ...], seed: int) -> None:
-        key = (worker.name, ticket.draw.prompt, seed)
+        draw = ticket.draw
+        key = (worker.name, draw.id, seed)
         if key not in self._references:
-            model = FakeModel(worker.layout, self.scenario.vocabulary)
-            self._references[key] = Reference(model, ticket.draw.prompt, seed)
+            model = FakeModel(worker.layout, self.scenario.vocabulary, draw.adapter)
+            self._references[key] = Reference(model, draw.prompt, seed, Inputs(draw.items))
         request = DeviceRequest(tokens, seed, self._references[key])
-        worker.device.add(name, request, ("", ticket.draw.salt))
+        worker.device.add(name, request, (draw.adapter, draw.salt), draw.items)
 
     def deliver(self, worker: Worker, updates: list[Update]) -> None:
         """Check every token against the oracle, and pass finished requests on."""
@@ -320,7 +325,7 @@ class World:
         return ticket
 
     def _check_tokens(self, worker: Worker, ticket: Ticket, name: str, tokens: tuple[int, ...]) -> None:
-        reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
+        reference = self._references[worker.name, ticket.draw.id, ticket.seed]
         for token in tokens:
             position = len(ticket.draw.prompt) + len(ticket.output)
             right = reference.token(position)
@@ -334,7 +339,7 @@ class World:
             self.result.faults["request_failed"] += 1
             return
         room = min(ticket.draw.max_tokens, self.scenario.max_model_len - len(ticket.draw.prompt))
-        reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
+        reference = self._references[worker.name, ticket.draw.id, ticket.seed]
         expected = reference.output(room, STOP_TOKENS if ticket.draw.stops else frozenset())
         if ticket.output != expected:
             raise WrongOutput(f"request {ticket.draw.id} ended after {len(ticket.output)} of {len(expected)} tokens")
