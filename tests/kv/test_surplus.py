@@ -12,7 +12,7 @@ from outrider.kv.intervals import page_count
 @pytest.mark.parametrize("accepted", [0, 1, 5])
 def test_a_request_that_lost_its_drafter_gives_back_what_its_drafts_reserved(size: int, accepted: int) -> None:
     k = 6
-    hand = Hand(make_manager(full(page=size), footprint=drafter("eagle", page=size)))
+    hand = Hand(make_manager(full(page=size), footprint=drafter("eagle", page=size), pages=400))
     sequence = hand.prefill(ids(9), k=k)
     end = sequence.committed + 1 + k
     hand.kv.reserve(sequence, end, hand.kv.layout.footprint.reserve_end(v=end, k=k))
@@ -29,7 +29,7 @@ def test_a_request_that_lost_its_drafter_gives_back_what_its_drafts_reserved(siz
 
 def test_a_request_that_drafts_keeps_what_its_next_step_asks_for() -> None:
     k = 6
-    hand = Hand(make_manager(full(page=1), footprint=drafter("eagle", page=1)))
+    hand = Hand(make_manager(full(page=1), footprint=drafter("eagle", page=1), pages=400))
     sequence = hand.prefill(ids(9), k=k)
     end = sequence.committed + 1 + k
     hand.kv.reserve(sequence, end, hand.kv.layout.footprint.reserve_end(v=end, k=k))
@@ -39,7 +39,7 @@ def test_a_request_that_drafts_keeps_what_its_next_step_asks_for() -> None:
 
 
 def test_a_request_that_drafts_again_after_preemption_reserves_for_its_drafts_again() -> None:
-    hand = Hand(make_manager(full(page=1), footprint=drafter("eagle", page=1)))
+    hand = Hand(make_manager(full(page=1), footprint=drafter("eagle", page=1), pages=400))
     sequence = hand.prefill(ids(9), k=3)
     before = sequence.target_headroom
     hand.kv.drop_draft(sequence)

@@ -287,8 +287,8 @@ class KVManager:
         """The durable slots that may leave this worker, per group. Scratch is never among them."""
         out: dict[int, Interval] = {}
         for g, size in self.holdings.groups(sequence):
-            end = min(sequence.committed, self._durable_end(sequence, g))
-            out[g] = Interval(sequence.groups[g].held_from(size), end)
+            start = sequence.groups[g].held_from(size)
+            out[g] = Interval(start, max(start, min(sequence.committed, self._durable_end(sequence, g))))
         return out
 
     # ---- one step ----------------------------------------------------------------------------------

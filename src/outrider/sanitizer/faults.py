@@ -258,6 +258,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         needs=_needs("drafts"),
     ),
     Mutation(
+        name="handshake_ignores_the_weights",
+        invariant="I6",
+        story="KV that other weights made is taken over, since its layout is the same",
+        where="outrider.kv.prefix:CacheIdentity.label",
+        change=patches.identity_left_out,
+        needs=_needs("split", "other_weights"),
+    ),
+    Mutation(
         name="stale_import_after_failed_transfer",
         invariant="I6",
         story="a failed load is taken for an arrived one",

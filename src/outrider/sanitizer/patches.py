@@ -298,8 +298,8 @@ def commit_every_row(original: Any) -> Any:
 
 
 def trim_to_last_pages(original: Any) -> Any:
-    def plan_pull(layout: Any, load: Any, offer: Any, table: Any) -> tuple[SlotRun, ...]:
-        runs = original(layout, load, offer, table)
+    def plan_pull(layout: Any, identity: Any, load: Any, offer: Any, table: Any) -> tuple[SlotRun, ...]:
+        runs = original(layout, identity, load, offer, table)
         size = layout.groups[load.group].page_tokens
         offered = next(g for s, g in offer.groups.items() if s.name == layout.groups[load.group].name)
         if offered.page_tokens != size:
@@ -311,6 +311,10 @@ def trim_to_last_pages(original: Any) -> Any:
         return tuple(run._replace(source_page=last_pages[(run.start // size) - first]) for run in runs)
 
     return plan_pull
+
+
+def identity_left_out(original: Any) -> Any:
+    return property(lambda self: "")
 
 
 def failure_counts_as_arrival(original: Any) -> Any:

@@ -27,6 +27,7 @@ FAULT_KINDS = (
     "media_hit",
     "page_copy",
     "page_shortage",
+    "peer_refused",
     "peer_without_drafter",
     "preemption",
     "refused",

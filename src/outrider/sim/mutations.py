@@ -9,7 +9,7 @@ from typing import Any
 from outrider.kv.footprint import Proposing
 from outrider.sanitizer.faults import MUTATIONS, Mutation
 from outrider.sim.campaign import run_scenario
-from outrider.sim.scenario import Scenario, draw
+from outrider.sim.scenario import WEIGHTS, Scenario, draw
 from outrider.sim.world import Failure
 
 MOST_SCENARIOS = 1000
@@ -29,6 +29,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "limit": footprint.max_len is not None,
         "sliding": any(group.window for group in scenario.target),
         "split": scenario.split,
+        "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
         "tier": scenario.tier_share > 0,
         "loads": scenario.split or scenario.tier_share > 0,
         "transfer_faults": scenario.transfer_faults > 0,

@@ -10,7 +10,7 @@ from outrider.errors import TraceError
 from outrider.kv.footprint import GroupSpec, KVFootprint
 from outrider.kv.groups import group_kind
 from outrider.kv.layout import KVConfig, KVLayout
-from outrider.kv.prefix import Media
+from outrider.kv.prefix import CacheIdentity, Media
 from outrider.kv.sizing import worst_case_pages
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
 
@@ -65,6 +65,8 @@ class FaultDraw:
     """A request for "abort", else a worker."""
 
 
+WEIGHTS = "sim"
+
 OUTSIDE_FAULTS = ("abort", "death", "reset")
 
 
@@ -78,6 +80,8 @@ class Scenario:
     """Page sizes of the prefill worker's target groups; empty: one worker does both."""
     peer_draft_pages: tuple[int, ...] = ()
     peer_drafts: bool = True
+    peer_weights: str = WEIGHTS
+    """What the prefill worker runs; a decode worker refuses KV of other weights than its own."""
     drafter_max_len: int | None = None
     max_model_len: int = 256
     arena_slack: float = 4.0
@@ -124,9 +128,10 @@ class Scenario:
             return KVLayout(target=specs)
         return KVLayout(target=specs, footprint=self.footprint(draft))
 
-    def kv_config(self, layout: KVLayout) -> KVConfig:
+    def kv_config(self, layout: KVLayout, *, peer: bool = False) -> KVConfig:
         """Memory for the largest request, and the slack on top."""
         roomy = KVConfig(
+            identity=CacheIdentity(weights=self.peer_weights if peer else WEIGHTS),
             arena_pages=(1 << 20,) * len(layout.arena_page_bytes),
             max_model_len=self.max_model_len,
             step_tokens=min(self.max_chunk_tokens, self.max_num_batched_tokens),
@@ -300,7 +305,8 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
         requests = tuple(replace(request, adapter=random.choice(("", "", "formal"))) for request in requests)
     if random.random() < 0.3:
         requests = with_media(requests, random)
-    return replace(scenario, requests=requests, faults=faults)
+    peer_weights = "another" if scenario.split and random.random() < 0.05 else WEIGHTS
+    return replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights)
 
 
 PLACEHOLDER = 9

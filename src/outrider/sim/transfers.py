@@ -43,7 +43,7 @@ class Transfers:
     def hand_off(self, worker: Worker, ticket: Ticket) -> None:
         request = worker.scheduler.requests[ticket.draw.id]
         lease = worker.leases.grant(ticket.draw.id, self._world.now)
-        names = signatures(worker.layout)
+        names = signatures(worker.layout, worker.kv.config.identity)
         groups = {
             names[group]: OfferedGroup(
                 interval, tuple(request.kv.groups[group].pages), worker.layout.groups[group].page_tokens
@@ -114,7 +114,8 @@ class Transfers:
 
     def _start_pull(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate, offer: Offer) -> None:
         sequence = worker.kv.sequences[pull.request]
-        runs = plan_pull(worker.layout, load, offer, sequence.groups[load.group].pages)
+        table = sequence.groups[load.group].pages
+        runs = plan_pull(worker.layout, worker.kv.config.identity, load, offer, table)
 
         def land() -> None:
             self._pull_landed(worker, pull, load, fate, offer, runs)
@@ -139,7 +140,8 @@ class Transfers:
         if fate.failed or source.engine != offer.engine:
             self._load_failed(worker, pull, load)
             return
-        group = signatures(source.layout).index(signatures(worker.layout)[load.group])
+        name = worker.layout.groups[load.group].name
+        group = next(g for g, spec in enumerate(source.layout.groups) if spec.name == name)
         source_memory = source.device.memory[source.layout.arena_of[group]]
         memory = worker.device.memory[worker.layout.arena_of[load.group]]
         for run in runs:

@@ -69,7 +69,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         scenario = self.scenario
-        config = scenario.kv_config(self.layout)
+        config = scenario.kv_config(self.layout, peer=self.role is Role.PREFILL)
         if self.role is Role.PREFILL:
             config = replace(config, keep_margin=self.layout.margin)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)

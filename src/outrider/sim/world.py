@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush
 
-from outrider.errors import InvariantViolation, RequestError
+from outrider.errors import InvariantViolation, RequestError, TransferError
 from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
 from outrider.sim.oracle import FakeModel, Inputs, Reference, chance
@@ -259,7 +259,13 @@ class World:
             return
         remote = None
         if prefilled and ticket.offer is not None:
-            remote = offered_intervals(worker.layout, ticket.offer)
+            try:
+                remote = offered_intervals(worker.layout, worker.kv.config.identity, ticket.offer)
+            except TransferError:
+                self.result.faults["peer_refused"] += 1
+                self._transfers.end_lease(ticket.offer)
+                self._done(ticket)
+                return
             missing = len(worker.layout.groups) - len(remote)
             self.result.faults["peer_without_drafter"] += missing > 0
         try:
@@ -291,7 +297,8 @@ class World:
         draw = ticket.draw
         key = (worker.name, draw.id, seed)
         if key not in self._references:
-            model = FakeModel(worker.layout, self.scenario.vocabulary, draw.adapter)
+            weights = f"{worker.kv.config.identity.weights} {draw.adapter}"
+            model = FakeModel(worker.layout, self.scenario.vocabulary, weights)
             self._references[key] = Reference(model, draw.prompt, seed, Inputs(draw.items))
         request = DeviceRequest(tokens, seed, self._references[key])
         worker.device.add(name, request, (draw.adapter, draw.salt), draw.items)
