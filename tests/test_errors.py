@@ -36,7 +36,7 @@ from outrider.speculative.footprints import DrafterShape, footprint_for
 
 
 def scheduler(**config: Any) -> Scheduler:
-    kv = make_manager(full(page=8), footprint=drafter("eagle"), pages=20, max_model_len=100)
+    kv = make_manager(full(page=8), footprint=drafter("eagle"), pages=20, max_model_len=100, keep_margin=2)
     return Scheduler(SchedulerConfig(**config), kv)
 
 

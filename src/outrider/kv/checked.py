@@ -47,6 +47,12 @@ def true_or_false(value: object, what: str, *, error: type[OutriderError] = Conf
         raise error(f"{what} must be True or False, got {value!r}")
 
 
+def tuple_of(value: object, kind: type, what: str, *, error: type[OutriderError] = ConfigError) -> None:
+    """Refuse anything but a tuple with items of one kind."""
+    if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
+        raise error(f"{what} must be a tuple of {kind.__name__}, got {value!r}")
+
+
 def checked_interval(value: object, what: str, error: type[OutriderError]) -> Interval:
     """Refuse anything but an Interval of positions."""
     if not isinstance(value, Interval) or not all(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any
 
-from outrider.errors import TraceError
 from outrider.kv.footprint import GroupSpec, KVFootprint
 from outrider.kv.groups import group_kind
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.prefix import CacheIdentity, Media
 from outrider.kv.sizing import worst_case_pages
+from outrider.scheduler import LoadFailure, RequestSpec, Role, SchedulerConfig
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
+
+
+STOP_TOKENS = frozenset({0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,23 @@ class RequestDraw:
     @property
     def items(self) -> tuple[Media, ...]:
         return tuple(Media(start, end, shown.encode()) for start, end, shown in self.media)
+
+    def spec(self, **others: Any) -> RequestSpec:
+        """What a worker is asked for; `others` are fields that depend on the worker."""
+        fields = {
+            "id": self.id,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "k": self.k,
+            "priority": self.priority,
+            "n": self.n,
+            "salt": self.salt,
+            "adapter": self.adapter,
+            "media": self.items,
+            "stop_tokens": STOP_TOKENS if self.stops else frozenset(),
+            "use_cache": self.use_cache,
+        }
+        return RequestSpec(**(fields | others))
 
     def with_prompt(self, prompt: tuple[int, ...]) -> RequestDraw:
         """The same request with a shorter prompt: media past its end go."""
@@ -128,6 +148,16 @@ class Scenario:
             return KVLayout(target=specs)
         return KVLayout(target=specs, footprint=self.footprint(draft))
 
+    def scheduler_config(self, role: Role) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_chunk_tokens=self.max_chunk_tokens,
+            role=role,
+            step_in_flight=self.step_in_flight,
+            load_failure=LoadFailure(self.load_failure),
+        )
+
     def kv_config(self, layout: KVLayout, *, peer: bool = False) -> KVConfig:
         """Memory for the largest request, and the slack on top."""
         roomy = KVConfig(
@@ -137,6 +167,7 @@ class Scenario:
             step_tokens=min(self.max_chunk_tokens, self.max_num_batched_tokens),
             steps_ahead=2 if self.step_in_flight else 1,
             prefix_caching=self.prefix_caching,
+            keep_margin=layout.margin if peer else 0,
         )
         if self.one_by_one:
             return replace(roomy, arena_pages=self._ample_pages(layout))
@@ -163,31 +194,6 @@ class Scenario:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Scenario:
-        """Read back as_json(); refuses what it does not know."""
-        parts: dict[str, Any] = dict(data)
-        try:
-            for name, part in (
-                ("target", GroupDraw),
-                ("draft", GroupDraw),
-                ("requests", RequestDraw),
-                ("faults", FaultDraw),
-            ):
-                parts[name] = tuple(part(**_tuples(item)) for item in parts.get(name, ()))
-            scenario = cls(**_tuples(parts))
-            scenario.layout()
-            if scenario.split:
-                scenario.layout(peer=True)
-            return scenario
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
-            known = ", ".join(f.name for f in fields(cls))
-            raise TraceError(f"not a scenario of this version: {error}; known fields: {known}") from error
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 8, 16)

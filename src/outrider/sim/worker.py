@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit
 from outrider.sanitizer import Mode, Sanitizer
-from outrider.scheduler import LoadFailure, Role, Scheduler, SchedulerConfig, StepPlan, Update, Verdict
+from outrider.scheduler import Role, Scheduler, StepPlan, Update, Verdict
 from outrider.sim.device import FakeDevice
 from outrider.sim.scenario import Scenario
 from outrider.sim.tier import FakeTier
@@ -70,8 +70,6 @@ class Worker:
     def __post_init__(self) -> None:
         scenario = self.scenario
         config = scenario.kv_config(self.layout, peer=self.role is Role.PREFILL)
-        if self.role is Role.PREFILL:
-            config = replace(config, keep_margin=self.layout.margin)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
         self.kv = KVManager(
             self.layout, config, observer=self.sanitizer, tiers=(self.tier,) if self.tier is not None else ()
@@ -79,17 +77,7 @@ class Worker:
         self.sanitizer.bind(self.kv)
         if self.tier is not None:
             self.sanitizer.tier_holds = self.tier.holds_identity
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=scenario.max_num_seqs,
-                max_num_batched_tokens=scenario.max_num_batched_tokens,
-                max_chunk_tokens=scenario.max_chunk_tokens,
-                role=self.role,
-                step_in_flight=scenario.step_in_flight,
-                load_failure=LoadFailure(scenario.load_failure),
-            ),
-            self.kv,
-        )
+        self.scheduler = Scheduler(scenario.scheduler_config(self.role), self.kv)
         self.device = FakeDevice(
             self.layout,
             config,

@@ -14,17 +14,16 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from outrider.errors import InvariantViolation, RequestError, TransferError
-from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
+from outrider.scheduler import Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
 from outrider.sim.oracle import FakeModel, Inputs, Reference, chance
-from outrider.sim.scenario import RequestDraw, Scenario
+from outrider.sim.scenario import STOP_TOKENS, RequestDraw, Scenario
 from outrider.sim.tier import FakeTier
 from outrider.sim.transfers import Transfers
 from outrider.sim.worker import Worker
 from outrider.transfer.connector import Offer, offered_intervals
 
 MAX_STEPS = 6_000
-STOP_TOKENS = frozenset({0})
 
 
 class WrongOutput(Exception):
@@ -269,23 +268,8 @@ class World:
             missing = len(worker.layout.groups) - len(remote)
             self.result.faults["peer_without_drafter"] += missing > 0
         try:
-            worker.scheduler.add(
-                RequestSpec(
-                    id=draw.id,
-                    prompt=tokens,
-                    max_tokens=draw.max_tokens,
-                    k=draw.k,
-                    priority=draw.priority,
-                    n=1 if self.scenario.split else draw.n,
-                    salt=draw.salt,
-                    adapter=draw.adapter,
-                    media=draw.items,
-                    stop_tokens=STOP_TOKENS if draw.stops else frozenset(),
-                    use_cache=draw.use_cache,
-                    remote=remote,
-                    prefilled_tokens=prefilled,
-                )
-            )
+            n = 1 if self.scenario.split else draw.n
+            worker.scheduler.add(draw.spec(prompt=tokens, n=n, remote=remote, prefilled_tokens=prefilled))
         except RequestError:
             self.result.faults["refused"] += 1
             self._done(ticket)
