@@ -12,6 +12,9 @@ from outrider.errors import TraceError
 
 T = TypeVar("T")
 
+LARGEST = 1 << 53
+"""Whole numbers up to here survive every reader and writer of JSON."""
+
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -47,6 +50,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
     # To Python a bool is a whole number; to a reader of traces it is not.
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise TraceError(f"{where} must be {_WORDS[hint]}, got {_short(value)}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise TraceError(f"{where} must not be beyond {LARGEST}, got {_short(value)}")
     return value
 
 

@@ -7,12 +7,17 @@ from math import isfinite
 
 from outrider.errors import OutriderError, TraceError
 from outrider.scheduler import LoadFailure, Role
+from outrider.scheduler.request import token_array
 from outrider.sim.plain import read
 from outrider.sim.scenario import OUTSIDE_FAULTS, RequestDraw, Scenario
 from outrider.speculative.footprints import FOOTPRINTS
 
 MOST_SLACK = 1000.0
 """Pages beyond the worst case, as a factor of it: more would only be memory."""
+
+
+MOST_SLOTS = 2_000_000
+MOST_PAGE_TOKENS = 256
 
 
 def read_scenario(data: object, where: str = "scenario") -> Scenario:
@@ -30,11 +35,14 @@ def read_scenario(data: object, where: str = "scenario") -> Scenario:
 
 def _build(scenario: Scenario) -> None:
     """Everything that a run will make of it; what contradicts itself raises its own error."""
-    for peer in (False, True) if scenario.split else (False,):
-        scenario.kv_config(scenario.layout(peer=peer), peer=peer)
-    scenario.scheduler_config(Role.BOTH)
     for request in scenario.requests:
-        request.spec()
+        token_array(request.spec().prompt, f"request {request.id!r}")
+    for peer in (False, True) if scenario.split else (False,):
+        layout = scenario.layout(peer=peer)
+        slots = sum(scenario.kv_config(layout, peer=peer).arena_pages) * max(g.page_tokens for g in layout.groups)
+        if slots > MOST_SLOTS:
+            raise TraceError(f"it takes up to {slots} slots, and a simulation may have {MOST_SLOTS}; make it smaller")
+    scenario.scheduler_config(Role.BOTH)
 
 
 def _problem(scenario: Scenario) -> str | None:
@@ -49,6 +57,9 @@ def _problem(scenario: Scenario) -> str | None:
     if scenario.load_failure not in [policy.value for policy in LoadFailure]:
         known = ", ".join(policy.value for policy in LoadFailure)
         return f"unknown load_failure {scenario.load_failure!r}; known: {known}"
+    large = [group.page_tokens for group in (*scenario.target, *scenario.draft) if group.page_tokens > MOST_PAGE_TOKENS]
+    if large:
+        return f"page_tokens may be at most {MOST_PAGE_TOKENS}, got {large[0]}"
     if scenario.vocabulary < 2:
         return f"vocabulary must be at least 2, so that a draft can be wrong, got {scenario.vocabulary}"
     return _peer_problem(scenario) or _request_problem(scenario.requests) or _fault_problem(scenario)
@@ -62,8 +73,8 @@ def _peer_problem(scenario: Scenario) -> str | None:
             return f"{name} must give one page size for each of {len(own)} group(s), got {len(sizes)}"
         if sizes and not scenario.split:
             return f"{name} is given, but there is no peer; give peer_target_pages too, or neither"
-        if any(size < 1 for size in sizes):
-            return f"{name} must be page sizes of at least 1, got {list(sizes)}"
+        if not all(1 <= size <= MOST_PAGE_TOKENS for size in sizes):
+            return f"{name} must be page sizes of at least 1 and at most {MOST_PAGE_TOKENS}, got {list(sizes)}"
     return None
 
 
