@@ -100,8 +100,16 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         ("mine", "causal", "True or False", "no"),
     ),
     # ---- memory ----
-    "arena_pages that is a number": (ConfigError, lambda: kv_config(arena_pages=10), ("arena_pages", "tuple of int", "10")),
-    "arena_pages of words": (ConfigError, lambda: kv_config(arena_pages=("8",)), ("arena_pages", "tuple of int", "'8'")),
+    "arena_pages that is a number": (
+        ConfigError,
+        lambda: kv_config(arena_pages=10),
+        ("arena_pages", "tuple of int", "10"),
+    ),
+    "arena_pages of words": (
+        ConfigError,
+        lambda: kv_config(arena_pages=("8",)),
+        ("arena_pages", "tuple of int", "'8'"),
+    ),
     "arena_pages of True": (ConfigError, lambda: kv_config(arena_pages=(True,)), ("arena 0", "whole number")),
     "identity as text": (ConfigError, lambda: kv_config(identity="weights"), ("identity", "CacheIdentity", "weights")),
     "weights that are no text": (
@@ -161,7 +169,11 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), rebuild="yes"),  # type: ignore[arg-type]
         ("mine", "rebuild", "True or False"),
     ),
-    "passes for a negative k": (FootprintError, lambda: drafter("eagle").passes(-1), ("eagle", "k ", "-1", "at least 0")),
+    "passes for a negative k": (
+        FootprintError,
+        lambda: drafter("eagle").passes(-1),
+        ("eagle", "k ", "-1", "at least 0"),
+    ),
     "scratch for a negative k": (FootprintError, lambda: drafter("dflash").scratch_ahead(-2), ("dflash", "k ", "-2")),
     "rows for a negative k": (FootprintError, lambda: drafter("ngram").query_len(-2), ("ngram", "k ", "-2")),
     # ---- the scheduler ----
@@ -215,7 +227,11 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     "no prompt": (RequestError, add(prompt=None), ("mine", "token ids", "None")),
     "prompt that is a number": (RequestError, add(prompt=7), ("mine", "token ids", "7")),
     "prompt that is a set": (RequestError, add(prompt={7}), ("mine", "token ids", "7")),
-    "priority None": (RequestError, add(priority=None), ("mine", "priority", "whole number", "None", "lower runs first")),
+    "priority None": (
+        RequestError,
+        add(priority=None),
+        ("mine", "priority", "whole number", "None", "lower runs first"),
+    ),
     "priority of a fraction": (RequestError, add(priority=0.5), ("mine", "priority", "0.5")),
     "priority True": (RequestError, add(priority=True), ("mine", "priority", "True")),
     "id that is a number": (RequestError, add(id=5), ("id", "text", "5")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from time import perf_counter
 
 from hypothesis import given
@@ -58,7 +59,7 @@ def test_union_and_difference_are_those_of_sets(whole: Interval, parts: list[Int
     assert positions(runs) == positions(parts)
     for pieces in (rest, runs):
         assert not any(piece.empty for piece in pieces)
-        assert all(left.end <= right.start for left, right in zip(pieces, pieces[1:], strict=False))
+        assert all(left.end <= right.start for left, right in pairwise(pieces))
 
 
 @given(

@@ -147,7 +147,7 @@ def test_a_hand_over_with_nothing_left_to_write_adds_nothing(count: int) -> None
 
 def test_a_decode_worker_takes_only_what_a_prefill_worker_has_begun() -> None:
     engine = make_engine(role=Role.DECODE)
-    with pytest.raises(RequestError, match="only decodes.*prefill worker first.*BOTH"):
+    with pytest.raises(RequestError, match=r"only decodes.*prefill worker first.*BOTH"):
         engine.add("plain", ids(20))
     expected = remote_request(engine)
     for load in loads_of(engine):

@@ -61,7 +61,7 @@ def test_a_peer_with_the_same_model_sends_every_group_whatever_its_page_size() -
 def test_a_peer_with_other_weights_dtype_or_layout_is_refused_at_the_handshake(field: str, value: Any) -> None:
     fields = {"weights": "llama", "dtype": "bfloat16", "layout": "paged"} | {field: value}
     there = CacheIdentity(**fields)
-    with pytest.raises(TransferError, match="another model.*run the same weights") as refused:
+    with pytest.raises(TransferError, match=r"another model.*run the same weights") as refused:
         shared_groups(LAYOUT, HERE, signatures(LAYOUT, there))
     assert str(value) in str(refused.value)
     with pytest.raises(TransferError, match="another model"):

@@ -55,9 +55,7 @@ def tuple_of(value: object, kind: type, what: str, *, error: type[OutriderError]
 
 def checked_interval(value: object, what: str, error: type[OutriderError]) -> Interval:
     """Refuse anything but an Interval of positions."""
-    if not isinstance(value, Interval) or not all(
-        isinstance(end, int) and not isinstance(end, bool) for end in value
-    ):
+    if not isinstance(value, Interval) or not all(isinstance(end, int) and not isinstance(end, bool) for end in value):
         raise error(f"{what} must be an Interval of whole numbers, got {value!r}")
     if not 0 <= value.start <= value.end:
         raise error(f"{what} must not start before 0 or end before it starts, got {value}")

@@ -65,9 +65,9 @@ def longest_held(kinds: Sequence[GroupKind], held: Sequence[Sequence[Interval]],
 def _longest_in_runs(kind: GroupKind, runs: Sequence[Interval], end: int) -> int:
     """The largest end, at most this one, whose needs lie in the runs.
 
-        runs        [ r0 )     [ r1      )
-        end                         ^ needs more than r1 has: so does every end in r1, whose needs start no later
-                          ^ next: r1.start, and since nothing ends there, r0.end
+    runs        [ r0 )     [ r1      )
+    end                         ^ needs more than r1 has: so does every end in r1, whose needs start no later
+                      ^ next: r1.start, and since nothing ends there, r0.end
     """
     place = bisect_right(runs, end, key=lambda run: run.start) - 1
     while end > 0:

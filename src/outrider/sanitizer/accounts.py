@@ -84,7 +84,7 @@ class PageAccounts:
     def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int, steps_ahead: int) -> None:
         """I5: after a commit a sequence keeps no page past what the steps to come may ask for.
 
-            reserved   [0 ------ v)[ rows ahead )[ 1 + k rows a step )[ scratch, draft groups only )
+        reserved   [0 ------ v)[ rows ahead )[ 1 + k rows a step )[ scratch, draft groups only )
         """
         layout = self._layout
         if not sequence.drafting and layout.footprint.groups:

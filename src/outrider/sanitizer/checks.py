@@ -61,9 +61,7 @@ class Sanitizer(KVObserver):
         self._manager = manager
         self.steps.bind(manager)
 
-    def track(
-        self, sequence: str, tokens: array[int], namespace: tuple[str, str], media: Sequence[Media] = ()
-    ) -> None:
+    def track(self, sequence: str, tokens: array[int], namespace: tuple[str, str], media: Sequence[Media] = ()) -> None:
         """The runner's own tokens and media of a sequence: what it feeds the model, ahead of the ledger."""
         self.steps.track(sequence, tokens, self._seed(namespace), media)
 

@@ -70,9 +70,7 @@ class ExpectedHits:
             tuple(Interval(fed_from if run is None else min(run.start, fed_from), fed_from) for run in found.values()),
         )
 
-    def _runs(
-        self, group: int, hashes: Sequence[int], limit: int, tiers: bool, media: Sequence[Media]
-    ) -> list[int]:
+    def _runs(self, group: int, hashes: Sequence[int], limit: int, tiers: bool, media: Sequence[Media]) -> list[int]:
         """For every end: where the run of slots that can be had, and that stops there, starts.
 
         A slot can be had with its whole page, or alone where neither page shows media.

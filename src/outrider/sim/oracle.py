@@ -10,8 +10,8 @@ pages at all. A wrong slot therefore gives a wrong token, and goes on giving wro
     next token  = H( weights, input p, context(p), seed, p ) mod vocabulary
 
 An adapter is part of the weights. A drafter fed from taps stores H(g, tap(p), inputs p+1 .. p+reach); one fed
-from tokens stores H(g, input p, its own context). What it gathers before proposing must equal the oracle's own gathering; only then does it
-know the right continuation, which it proposes with the scenario's acceptance rate.
+from tokens stores H(g, input p, its own context). What it gathers before proposing must equal the oracle's own
+gathering; only then does it know the right continuation, which it proposes with the scenario's acceptance rate.
 """
 
 from __future__ import annotations

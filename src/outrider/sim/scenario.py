@@ -14,7 +14,6 @@ from outrider.kv.sizing import worst_case_pages
 from outrider.scheduler import LoadFailure, RequestSpec, Role, SchedulerConfig
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
 
-
 STOP_TOKENS = frozenset({0})
 
 
@@ -53,7 +52,7 @@ class RequestDraw:
 
     def spec(self, **others: Any) -> RequestSpec:
         """What a worker is asked for; `others` are fields that depend on the worker."""
-        fields = {
+        fields: dict[str, Any] = {
             "id": self.id,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,

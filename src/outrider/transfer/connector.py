@@ -75,7 +75,9 @@ class Offer:
     def __post_init__(self) -> None:
         for name in ("engine", "request"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise TransferError(f"an offer names its {name}, got {getattr(self, name)!r}; is the peer of this version?")
+                raise TransferError(
+                    f"an offer names its {name}, got {getattr(self, name)!r}; is the peer of this version?"
+                )
         whole_number(self.lease, f"{self}: lease", at_least=0, error=TransferError)
         if not isinstance(self.tokens, tuple) or not all(is_word(token) for token in self.tokens):
             raise TransferError(f"{self}: tokens must be a tuple of token ids; is the peer of this version?")
