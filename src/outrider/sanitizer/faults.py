@@ -359,7 +359,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         story="with surplus pages a commit gives back one that holds durable slots",
         where="outrider.kv.manager:KVManager._trim",
         change=patches.trim_one_page_too_many,
-        needs=_needs("drafts", "tight", "surplus"),
+        needs=_needs("drafts", "surplus"),
     ),
     Mutation(
         name="commit_trims_a_page_too_few",
@@ -367,7 +367,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         story="a commit keeps a page that no next step will ask for",
         where="outrider.kv.manager:KVManager._trim",
         change=patches.trim_one_page_too_few,
-        needs=_needs("drafts", "tight", "surplus"),
+        needs=_needs("drafts", "surplus"),
     ),
 )
 

@@ -39,9 +39,10 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "salt": len({request.salt for request in scenario.requests}) > 1,
         "adapter": len({request.adapter for request in scenario.requests}) > 1,
         "media": any(request.media for request in scenario.requests),
-        "surplus": any(
-            1 < group.page_tokens <= request.k for group in scenario.target for request in scenario.requests
-        ),
+        # Small pages, long drafts, and none to spare: a request that loses its drafter has pages left over.
+        "surplus": scenario.arena_slack < 1
+        and all(1 < group.page_tokens < 5 for group in scenario.target)
+        and any(request.k > 3 for request in scenario.requests),
         "tight": scenario.arena_slack < 1,
     }
     return frozenset(name for name, holds in found.items() if holds)

@@ -310,8 +310,24 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
         requests = tuple(replace(request, adapter=random.choice(("", "", "formal"))) for request in requests)
     if random.random() < 0.3:
         requests = with_media(requests, random)
+    if scenario.draft and not scenario.one_by_one and random.random() < 0.1:
+        scenario, requests = squeezed(scenario, requests, random)
     peer_weights = "another" if scenario.split and random.random() < 0.05 else WEIGHTS
     return replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights)
+
+
+def squeezed(
+    scenario: Scenario, requests: tuple[RequestDraw, ...], random: Random
+) -> tuple[Scenario, tuple[RequestDraw, ...]]:
+    """Long drafts on small pages, and too few of them: drafters are dropped while their requests decode."""
+    target = []
+    for group in scenario.target:
+        page_tokens = random.choice((2, 3, 4))
+        equal = group.page_tokens * group.slot_bytes == EQUAL_PAGE_BYTES
+        slot_bytes = EQUAL_PAGE_BYTES // page_tokens if equal else group.slot_bytes
+        target.append(replace(group, page_tokens=page_tokens, slot_bytes=slot_bytes))
+    requests = tuple(replace(r, k=random.choice((4, 6)), max_tokens=random.randint(12, 30)) for r in requests)
+    return replace(scenario, target=tuple(target), arena_slack=random.choice((0.0, 0.25))), requests
 
 
 PLACEHOLDER = 9
