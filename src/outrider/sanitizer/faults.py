@@ -351,7 +351,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         story="pages are taken from a drafter that this very step will run",
         where="outrider.scheduler.planner:Planner._make_room",
         change=patches.drop_planned_drafts,
-        needs=_needs("drafts", "tight"),
+        needs=_needs("drafts", "tight", "shared_arena"),
     ),
     Mutation(
         name="commit_trims_a_page_too_many",

@@ -18,7 +18,8 @@ MOST_SCENARIOS = 1000
 
 def traits(scenario: Scenario) -> frozenset[str]:
     """What a scenario can exercise, in the words that mutations use."""
-    footprint = scenario.layout().footprint
+    layout = scenario.layout()
+    footprint = layout.footprint
     drafting = any(request.k for request in scenario.requests)
     found = {
         "drafts": bool(footprint.groups) and drafting,
@@ -27,6 +28,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "reach": footprint.token_reach > 0,
         "keeps": footprint.keeps_accepted and drafting,
         "limit": footprint.max_len is not None,
+        "shared_arena": bool({spec.page_bytes for spec in layout.target} & {spec.page_bytes for spec in footprint.groups}),
         "sliding": any(group.window for group in scenario.target),
         "split": scenario.split,
         "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
