@@ -48,3 +48,30 @@ def test_a_request_that_drafts_again_after_preemption_reserves_for_its_drafts_ag
     hand.kv.admit(sequence)
     assert sequence.drafting
     assert sequence.target_headroom == before
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_request_let_in_without_its_drafter_keeps_no_pages_for_drafts(fork: bool) -> None:
+    """What it reserved for a chunk that then found fewer rows comes back, and so it does for its forks."""
+    hand = Hand(make_manager(full(page=2), footprint=drafter("eagle", page=2), pages=400))
+    sequence = hand.prefill(ids(8), k=6, may_draft=False)
+    if fork:
+        child = hand.open([*ids(8), 1], k=6)
+        hand.kv.fork(sequence, child)
+        sequence = child
+    hand.kv.reserve(sequence, 13, 0)
+    assert len(sequence.groups[0].pages) == 7
+    plan = hand.plan()
+    sequence.tokens.extend((1, 2))
+    hand.kv.commit(sequence, 9)
+    hand.done(plan)
+    assert len(sequence.groups[0].pages) == page_count(9 + 1, 2)
+
+
+def test_a_drafter_without_kv_keeps_pages_for_what_it_looks_up() -> None:
+    hand = Hand(make_manager(full(page=2), footprint=drafter("ngram"), pages=400))
+    sequence = hand.prefill(ids(8), k=6)
+    hand.kv.reserve(sequence, 15, 0)
+    sequence.tokens.append(1)
+    hand.kv.commit(sequence, 9)
+    assert len(sequence.groups[0].pages) == page_count(15, 2)

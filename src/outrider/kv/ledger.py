@@ -114,6 +114,7 @@ class SequenceKV:
         "draft_room",
         "drafting",
         "groups",
+        "headrooms",
         "hit",
         "id",
         "load_end",
@@ -125,7 +126,6 @@ class SequenceKV:
         "target_last_page_start",
         "target_room",
         "tokens",
-        "verify_headroom",
     )
 
     def __init__(self, id: str, tokens: array[int], chain: Chain, num_groups: int, namespace: tuple[str, str]) -> None:
@@ -139,8 +139,9 @@ class SequenceKV:
         """A tier failed it once: from then on it takes only what the device holds."""
         self.target_headroom = 0
         """Slots past v that the next step may ask for; what a commit leaves reserved."""
-        self.verify_headroom = 0
-        """The same while it drafts: rows that verify are among them."""
+        self.headrooms = (0, 0)
+        """What that is without drafts to verify, and with them. A sequence that gives its draft groups up has
+        pages left over, which its next commit gives back."""
         self.draft_headroom = 0
         self.reset(num_groups)
 

@@ -93,7 +93,8 @@ class KVManager:
         self._sizing.check(id, total_tokens, k)
         chain = Chain(self._root(adapter, salt), self.layout.grain, media)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
-        sequence.target_headroom = sequence.verify_headroom = ahead = self.config.steps_ahead * (1 + k)
+        sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
+        sequence.headrooms = (self.config.steps_ahead, ahead)
         sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._footprint.durable_lead
         self.sequences[id] = sequence
         return sequence
@@ -141,13 +142,9 @@ class KVManager:
         if self._observer:
             self._observer.admitting(sequence, hit, use_cache=use_cache, may_draft=draft)
         target, pulled = seat_target(views[: layout.num_target], hit, limit, layout.margin, remote)
-        drafts = seat_draft(
-            views[layout.num_target :],
-            hit,
-            self._footprint.durable_end(limit) - self._footprint.durable_lead,
-            layout.margin,
-            remote if pulled else None,
-        )
+        draft_end = self._footprint.durable_end(limit) - self._footprint.durable_lead
+        offered = remote if pulled else None
+        drafts = seat_draft(views[layout.num_target :], hit, draft_end, layout.margin, offered)
         holdings.hold(target)
         holdings.hold(drafts)
         draft = self._make_seats(target, drafts) and draft
@@ -155,6 +152,7 @@ class KVManager:
             holdings.fill(sequence, seat)
         sequence.hit = hit.end
         sequence.load_end = limit if pulled else hit.end
+        sequence.target_headroom = sequence.headrooms[draft or not holdings.draft]
         if draft:
             self._admit_draft(sequence, hit, drafts)
         sequence.admitted = True
@@ -185,7 +183,7 @@ class KVManager:
 
     def _admit_draft(self, sequence: SequenceKV, hit: Hit, seats: list[Seating]) -> None:
         """Draft groups take what lies next to the target's hit, or are dropped: they never delay it."""
-        sequence.drafting, sequence.target_headroom = True, sequence.verify_headroom
+        sequence.drafting = True
         sequence.draft_end = hit.draft[0].end
         try:
             self.holdings.require(seats)
@@ -428,6 +426,7 @@ class KVManager:
         self._fork_groups(parent, child, self.holdings.target, end)
         child.admitted = True
         child.hit = child.load_end = end
+        child.target_headroom = parent.target_headroom
         if parent.drafting:
             child.drafting = True
             self._fork_draft(parent, child, end)
@@ -463,8 +462,7 @@ class KVManager:
             sequence.groups[g] = GroupPages()
         for load in [load for load in sequence.loads if load.group in self.layout.draft_groups]:
             del sequence.loads[load]
-        # It verifies nothing from now on: the next commit gives back pages past its own rows.
-        sequence.drafting, sequence.target_headroom = False, self.config.steps_ahead
+        sequence.drafting, sequence.target_headroom = False, sequence.headrooms[False]
         self.dropped_drafts += 1
         self.holdings.measure_room(sequence)
 
