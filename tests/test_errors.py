@@ -31,12 +31,14 @@ from outrider.kv import (
     Sliding,
     group_kind,
 )
+from outrider.kv.prefix import CacheIdentity, Media
+from outrider.sanitizer import Mode, Sanitizer
 from outrider.scheduler import RequestSpec, Role, Scheduler, SchedulerConfig
 from outrider.speculative.footprints import DrafterShape, footprint_for
 
 
 def scheduler(**config: Any) -> Scheduler:
-    kv = make_manager(full(page=8), footprint=drafter("eagle"), pages=20, max_model_len=100)
+    kv = make_manager(full(page=8), footprint=drafter("eagle"), pages=20, max_model_len=100, keep_margin=2)
     return Scheduler(SchedulerConfig(**config), kv)
 
 
@@ -53,6 +55,10 @@ def add_twice() -> None:
 
 def kv_config(**fields: Any) -> KVConfig:
     return KVConfig(**({"arena_pages": (8,)} | fields))
+
+
+def sanitizer(mode: Any) -> Callable[[], object]:
+    return lambda: Sanitizer(KVLayout(target=(full(),)), kv_config(), mode=mode)
 
 
 CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...]]] = {
@@ -81,7 +87,38 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         lambda: KVLayout(target=(full("x"),), footprint=drafter("eagle", full("x"))),
         ("differ", "x"),
     ),
+    "groups in a list": (ConfigError, lambda: KVLayout(target=[full()]), ("target", "tuple of GroupSpec")),  # type: ignore[arg-type]
+    "drafter by its name": (
+        ConfigError,
+        lambda: KVLayout(target=(full(),), footprint="eagle"),  # type: ignore[arg-type]
+        ("footprint", "KVFootprint", "eagle", "NO_DRAFTER"),
+    ),
+    "group without a name": (ConfigError, lambda: full(""), ("name of a group", "not empty")),
+    "causal as a word": (
+        ConfigError,
+        lambda: GroupSpec(name="mine", kind=Full(), page_tokens=8, causal="no"),  # type: ignore[arg-type]
+        ("mine", "causal", "True or False", "no"),
+    ),
     # ---- memory ----
+    "arena_pages that is a number": (
+        ConfigError,
+        lambda: kv_config(arena_pages=10),
+        ("arena_pages", "tuple of int", "10"),
+    ),
+    "arena_pages of words": (
+        ConfigError,
+        lambda: kv_config(arena_pages=("8",)),
+        ("arena_pages", "tuple of int", "'8'"),
+    ),
+    "arena_pages of True": (ConfigError, lambda: kv_config(arena_pages=(True,)), ("arena 0", "whole number")),
+    "identity as text": (ConfigError, lambda: kv_config(identity="weights"), ("identity", "CacheIdentity", "weights")),
+    "weights that are no text": (
+        ConfigError,
+        lambda: kv_config(identity=CacheIdentity(weights=None)),  # type: ignore[arg-type]
+        ("identity: weights", "text", "None"),
+    ),
+    "caching as a word": (ConfigError, lambda: kv_config(prefix_caching="on"), ("prefix_caching", "True or False")),
+    "steps ahead as True": (ConfigError, lambda: kv_config(steps_ahead=True), ("steps_ahead", "1 or 2")),
     "arena of one page": (ConfigError, lambda: make_manager(pages=0), ("arena 0", "at least 2", "sink", "memory")),
     "too few arenas": (
         ConfigError,
@@ -102,7 +139,76 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         lambda: KVFootprint(name="mine", proposing=Proposing.BLOCK, groups=(full(),), taps=(1,), scratch_extra=0),
         ("mine", "scratch_ahead(1)", "raise scratch_extra"),
     ),
+    "proposing as a word": (
+        FootprintError,
+        lambda: KVFootprint(name="mine", proposing="chain"),  # type: ignore[arg-type]
+        ("mine", "proposing", "Proposing.CHAIN", "Proposing.BLOCK", "'chain'"),
+    ),
+    "drafter's limit as a fraction": (
+        FootprintError,
+        lambda: drafter("eagle", max_len=10.5),  # type: ignore[arg-type]
+        ("eagle", "max_len", "whole number", "10.5"),
+    ),
+    "negative tap": (
+        FootprintError,
+        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), taps=(3, -1)),
+        ("mine", "taps", "-1", "target layer"),
+    ),
+    "taps in a list": (
+        FootprintError,
+        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), taps=[3]),  # type: ignore[arg-type]
+        ("mine", "taps", "tuple"),
+    ),
+    "groups that are none": (
+        FootprintError,
+        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=("layer",), taps=(1,)),  # type: ignore[arg-type]
+        ("mine", "groups", "GroupSpec", "layer"),
+    ),
+    "rebuild as a word": (
+        FootprintError,
+        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), rebuild="yes"),  # type: ignore[arg-type]
+        ("mine", "rebuild", "True or False"),
+    ),
+    "passes for a negative k": (
+        FootprintError,
+        lambda: drafter("eagle").passes(-1),
+        ("eagle", "k ", "-1", "at least 0"),
+    ),
+    "scratch for a negative k": (FootprintError, lambda: drafter("dflash").scratch_ahead(-2), ("dflash", "k ", "-2")),
+    "rows for a negative k": (FootprintError, lambda: drafter("ngram").query_len(-2), ("ngram", "k ", "-2")),
     # ---- the scheduler ----
+    "role as a word": (
+        ConfigError,
+        lambda: SchedulerConfig(role="prefill"),  # type: ignore[arg-type]
+        ("role", "Role.BOTH", "Role.PREFILL", "Role.DECODE", "'prefill'"),
+    ),
+    "load failure as a word": (
+        ConfigError,
+        lambda: SchedulerConfig(load_failure="fail"),  # type: ignore[arg-type]
+        ("load_failure", "LoadFailure.RECOMPUTE", "LoadFailure.FAIL", "'fail'"),
+    ),
+    "step in flight as a number": (
+        ConfigError,
+        lambda: SchedulerConfig(step_in_flight=1),  # type: ignore[arg-type]
+        ("step_in_flight", "True or False"),
+    ),
+    "pages for smaller steps than are planned": (
+        ConfigError,
+        lambda: Scheduler(SchedulerConfig(max_chunk_tokens=64), make_manager(step_tokens=32)),
+        ("advance 64 tokens", "max_chunk_tokens 64", "KVConfig.step_tokens", "is 32", "raise it"),
+    ),
+    "a prefill worker that keeps too little for its peer": (
+        ConfigError,
+        lambda: Scheduler(SchedulerConfig(role=Role.PREFILL), make_manager(keep_margin=1)),
+        ("prefill worker keeps 2", "KVConfig.keep_margin is 1", "KVLayout.margin"),
+    ),
+    "two steps with pages for one": (
+        ConfigError,
+        lambda: Scheduler(SchedulerConfig(step_in_flight=True), make_manager()),
+        ("step_in_flight", "KVConfig.steps_ahead is 1", "set it to 2"),
+    ),
+    "a sanitizer that is off": (ConfigError, sanitizer(Mode.OFF), ("off", "make none", "Mode.LOG")),
+    "a sanitizer's mode as a word": (ConfigError, sanitizer("log"), ("mode", "Mode.LOG", "Mode.RAISE", "'log'")),
     "no seats": (ConfigError, lambda: SchedulerConfig(max_num_seqs=0), ("max_num_seqs", "at least 1", "0")),
     "no protection": (
         ConfigError,
@@ -116,6 +222,51 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         ("max_num_batched_tokens", "8", "larger than max_num_seqs"),
     ),
     # ---- requests ----
+    "prompt of bytes": (RequestError, add(prompt=b"hello"), ("mine", "token ids", "bytes")),
+    "prompt of text": (RequestError, add(prompt="hello"), ("mine", "token ids", "hello")),
+    "no prompt": (RequestError, add(prompt=None), ("mine", "token ids", "None")),
+    "prompt that is a number": (RequestError, add(prompt=7), ("mine", "token ids", "7")),
+    "prompt that is a set": (RequestError, add(prompt={7}), ("mine", "token ids", "7")),
+    "priority None": (
+        RequestError,
+        add(priority=None),
+        ("mine", "priority", "whole number", "None", "lower runs first"),
+    ),
+    "priority of a fraction": (RequestError, add(priority=0.5), ("mine", "priority", "0.5")),
+    "priority True": (RequestError, add(priority=True), ("mine", "priority", "True")),
+    "id that is a number": (RequestError, add(id=5), ("id", "text", "5")),
+    "id that is empty": (RequestError, add(id=""), ("id", "not empty")),
+    "salt None": (RequestError, add(salt=None), ("mine", "salt", "text", "None")),
+    "adapter None": (RequestError, add(adapter=None), ("mine", "adapter", "text", "None")),
+    "stop tokens in a list of words": (RequestError, add(stop_tokens=["end"]), ("mine", "stop_tokens", "end")),
+    "use_cache as a word": (RequestError, add(use_cache="no"), ("mine", "use_cache", "True or False")),
+    "prefilled by a fraction": (RequestError, add(prefilled_tokens=0.5), ("mine", "prefilled_tokens", "0.5")),
+    "remote that is no mapping": (RequestError, add(remote=[Interval(0, 2)]), ("mine", "remote", "Interval")),
+    "remote of plain pairs": (RequestError, add(remote={0: (0, 2)}), ("mine", "remote, group 0", "Interval")),
+    "remote before the start": (RequestError, add(remote={0: Interval(-1, 2)}), ("mine", "remote, group 0", "-1")),
+    "remote backwards": (RequestError, add(remote={0: Interval(2, 1)}), ("mine", "remote, group 0", "[2, 1)")),
+    "remote of fractions": (RequestError, add(remote={0: Interval(0, 1.5)}), ("mine", "remote, group 0", "1.5")),  # type: ignore[arg-type]
+    "remote of a group that is negative": (RequestError, add(remote={-1: Interval(0, 2)}), ("mine", "group", "-1")),
+    "remote of a group that is a word": (RequestError, add(remote={"full": Interval(0, 2)}), ("mine", "group", "full")),
+    "remote of a group too many": (
+        RequestError,
+        add(remote={0: Interval(0, 2), 7: Interval(0, 2)}),
+        ("mine", "group 7", "only 2", "offered_intervals"),
+    ),
+    "media as pairs": (RequestError, add(media=((0, 1, b"x"),)), ("mine", "media", "tuple of Media")),
+    "media past the prompt": (RequestError, add(media=(Media(1, 9, b"x"),)), ("mine", "media at [1, 9)", "3 tokens")),
+    "media over each other": (
+        RequestError,
+        add(media=(Media(0, 2, b"x"), Media(1, 3, b"y"))),
+        ("mine", "media at [1, 3)", "overlaps", "in order"),
+    ),
+    "media without content": (RequestError, add(media=(Media(0, 2, b""),)), ("mine", "media", "digest")),
+    "media by name": (RequestError, add(media=(Media(0, 2, "cat.png"),)), ("mine", "digest", "bytes", "cat.png")),  # type: ignore[arg-type]
+    "a prompt for a worker that only decodes": (
+        RequestError,
+        lambda: scheduler(role=Role.DECODE).add(RequestSpec(id="mine", prompt=[1], max_tokens=2)),
+        ("mine", "only decodes", "prefill worker first", "BOTH"),
+    ),
     "empty prompt": (RequestError, add(prompt=[]), ("mine", "empty", "at least one token")),
     "max_tokens 0": (RequestError, add(max_tokens=0), ("mine", "max_tokens", "at least 1", "0")),
     "k below 0": (RequestError, add(k=-1), ("mine", "k ", "-1", "0 turns drafting off")),

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from outrider.api.cli.wording import counted
+from outrider.sim.scenario import draw
+
 REQUIRED = {
     "scenarios", "steps", "faults", "violations", "wrong_outputs", "leaked_pages", "hit_mismatches", "seconds"
 }  # fmt: skip
@@ -43,6 +46,25 @@ def test_a_missing_trace_is_one_readable_line() -> None:
     assert run.returncode == 2
     assert run.stderr.startswith("error: cannot read nowhere.json")
     assert "Traceback" not in run.stderr
+
+
+def test_one_is_not_many() -> None:
+    assert [counted(number, "request") for number in (0, 1, 2, 1000)] == [
+        "0 requests", "1 request", "2 requests", "1,000 requests"
+    ]  # fmt: skip
+    run = outrider("sim", "--scenarios", "1")
+    assert "1 scenario" in run.stdout
+    assert "1 scenarios" not in run.stdout
+
+
+def test_a_trace_that_could_not_run_is_one_readable_line(tmp_path: Path) -> None:
+    scenario = draw(1, 0).as_json() | {"vocabulary": 0}
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({"format": 1, "scenario": scenario}))
+    run = outrider("sim", "--replay", str(path))
+    assert run.returncode == 2
+    assert "vocabulary must be at least 2" in run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_wrong_numbers_are_refused() -> None:

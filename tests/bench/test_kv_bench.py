@@ -200,6 +200,17 @@ def test_json_is_one_object_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("_tiny_command")
+@pytest.mark.parametrize("options", [["--k", "1"], ["--method", "none"], ["--requests", "1"], ["--quick"]])
+def test_another_workload_than_the_references_is_not_compared_with_it(options: list[str]) -> None:
+    runner = CliRunner()
+    data = json.loads(runner.invoke(cli.bench_app, ["kv", "--json", "--repeats", "1", *options]).stdout)
+    assert data["reference"] is None
+    shown = runner.invoke(cli.bench_app, ["kv", "--repeats", "1", *options]).stdout
+    assert "median / reference" not in shown
+    assert "No reference" in shown
+
+
+@pytest.mark.usefixtures("_tiny_command")
 def test_tables_say_where_the_reference_comes_from() -> None:
     result = CliRunner().invoke(cli.bench_app, ["kv", "--repeats", "2"])
     assert result.exit_code == 0, result.output

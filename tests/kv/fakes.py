@@ -243,6 +243,7 @@ class Engine:
         **config: Any,
     ) -> None:
         self.kv = kv
+        config.setdefault("max_chunk_tokens", kv.config.step_tokens)
         self.scheduler = Scheduler(SchedulerConfig(**config), kv)
         self.rng = Random(seed)
         self.text: dict[str, list[int]] = {}

@@ -29,7 +29,11 @@ AHEAD = {"ngram": 0, "draft_model": 3, "eagle": 3, "mtp": 3, "dflash": 4}
 
 def make_engine(method: str, *, page: int = 16, max_len: int | None = None, pages: int = 400, **config) -> Engine:
     kv = make_manager(
-        full(page=page), footprint=drafter(method, page=page, max_len=max_len), pages=pages, max_model_len=4096
+        full(page=page),
+        footprint=drafter(method, page=page, max_len=max_len),
+        pages=pages,
+        max_model_len=4096,
+        keep_margin=2,
     )
     return Engine(kv, **config)
 

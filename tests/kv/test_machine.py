@@ -11,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from outrider.errors import OutOfPages
 from outrider.kv import KVConfig, KVLayout, KVManager
 from outrider.kv.ledger import SequenceKV
+from outrider.kv.prefix import Media
 from outrider.sanitizer import Sanitizer
 from outrider.scheduler.plan import StepPlan, StepRow
 from outrider.sim.device import DeviceRequest, FakeDevice
-from outrider.sim.oracle import FakeModel, Reference
+from outrider.sim.oracle import FakeModel, Inputs, Reference
 from outrider.sim.scenario import GroupDraw
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
 
@@ -52,9 +53,9 @@ class KVMachine(RuleBasedStateMachine):
         self.sanitizer = Sanitizer(layout, config)
         self.kv = KVManager(layout, config, observer=self.sanitizer)
         self.sanitizer.bind(self.kv)
-        self.model = FakeModel(layout, vocabulary=5)
+        self.model = FakeModel(layout, vocabulary=5, weights="")
         self.device = FakeDevice(
-            layout, config, self.model, self.sanitizer, acceptance=0.7, seed=1, on_stale_draft=self.stale_draft
+            layout, config, self.sanitizer, acceptance=0.7, seed=1, on_stale_draft=self.stale_draft
         )
         self.footprint = layout.footprint
         self.live: list[SequenceKV] = []
@@ -67,13 +68,18 @@ class KVMachine(RuleBasedStateMachine):
         raise AssertionError(f"the drafter of {request} gathered the wrong context before {position}")
 
     def reference(self, sequence: SequenceKV, seed: int) -> Reference:
-        return Reference(self.model, self.prompts[sequence.id], seed)
+        return Reference(self.model, self.prompts[sequence.id], seed, Inputs(sequence.chain.media))
 
     @precondition(lambda self: len(self.live) < 4)
-    @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=24), salt=st.sampled_from(("", "", "tenant")))
-    def admit(self, prompt: list[int], salt: str) -> None:
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=24),
+        salt=st.sampled_from(("", "", "tenant")),
+        shown=st.sampled_from((b"", b"", b"cat", b"dog")),
+    )
+    def admit(self, prompt: list[int], salt: str, shown: bytes) -> None:
         self.count += 1
-        sequence = self.kv.open(f"s{self.count}", array("I", prompt), total_tokens=MAX_LEN, k=3, salt=salt)
+        media = (Media(1, min(5, len(prompt)), shown),) if shown and len(prompt) > 1 else ()
+        sequence = self.kv.open(f"s{self.count}", array("I", prompt), total_tokens=MAX_LEN, k=3, salt=salt, media=media)
         self.prompts[sequence.id] = tuple(prompt)
         self.take_in(sequence, prompt, seed=self.count)
 
@@ -84,12 +90,16 @@ class KVMachine(RuleBasedStateMachine):
         like = self.live[which % len(self.live)]
         tokens = list(like.tokens[:length])
         self.count += 1
-        sequence = self.kv.open(f"s{self.count}", array("I", tokens), total_tokens=MAX_LEN, k=3, salt=like.namespace[1])
+        media = tuple(item for item in like.chain.media if item.end <= length)
+        sequence = self.kv.open(
+            f"s{self.count}", array("I", tokens), total_tokens=MAX_LEN, k=3, salt=like.namespace[1], media=media
+        )
         self.prompts[sequence.id] = tuple(tokens)
         self.take_in(sequence, tokens, seed=self.count)
 
     def take_in(self, sequence: SequenceKV, prompt: list[int], seed: int) -> None:
-        self.device.add(sequence.id, DeviceRequest(prompt, seed, self.reference(sequence, seed)), sequence.namespace)
+        request = DeviceRequest(prompt, seed, self.reference(sequence, seed))
+        self.device.add(sequence.id, request, sequence.namespace, sequence.chain.media)
         try:
             self.kv.admit(sequence)
         except OutOfPages:
@@ -176,12 +186,16 @@ class KVMachine(RuleBasedStateMachine):
             return
         self.count += 1
         child = self.kv.open(
-            f"s{self.count}", array("I", parent.tokens), total_tokens=MAX_LEN, k=3, salt=parent.namespace[1]
+            f"s{self.count}",
+            array("I", parent.tokens),
+            total_tokens=MAX_LEN,
+            k=3,
+            salt=parent.namespace[1],
+            media=parent.chain.media,
         )
         self.prompts[child.id] = tuple(parent.tokens)
-        self.device.add(
-            child.id, DeviceRequest(parent.tokens, self.count, self.reference(child, self.count)), child.namespace
-        )
+        request = DeviceRequest(parent.tokens, self.count, self.reference(child, self.count))
+        self.device.add(child.id, request, child.namespace, child.chain.media)
         try:
             self.kv.fork(parent, child)
         except OutOfPages:

@@ -20,6 +20,7 @@ from tests.kv.fakes import (
     sliding,
 )
 
+from outrider.errors import RequestError
 from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, Role, State
@@ -34,6 +35,7 @@ def make_engine(method: str = "eagle", *, pages: int = 60, step_in_flight: bool 
         max_model_len=4096,
         step_tokens=32,
         steps_ahead=2 if step_in_flight else 1,
+        keep_margin=2 if config.get("role") is Role.PREFILL else 0,
     )
     return Engine(kv, step_in_flight=step_in_flight, **config)
 
@@ -111,7 +113,8 @@ def test_text_after_a_hand_over_equals_text_of_one_worker(method: str) -> None:
     prefill = make_engine(method, role=Role.PREFILL)
     decode = make_engine(method, role=Role.DECODE)
     prefill.add("a", ids(40), max_tokens=20, k=3)
-    prefill.step()
+    while "a" not in prefill.finished:
+        prefill.step()
     sender = prefill.scheduler.requests["a"].kv
     decode.add(
         "a",
@@ -133,13 +136,24 @@ def test_text_after_a_hand_over_equals_text_of_one_worker(method: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_hand_over_with_nothing_left_to_write_adds_nothing(count: int) -> None:
     """The prefill worker's token was the last one that was asked for."""
-    engine = make_engine(role=Role.DECODE)
+    engine = make_engine()
     prompt = list(ids(20))
     tokens = prompt + reference_text(prompt, count)
     engine.add("a", tokens, max_tokens=count, prefilled_tokens=count)
     engine.run()
     assert engine.text["a"] == []
     assert engine.finished["a"] == "length"
+
+
+def test_a_decode_worker_takes_only_what_a_prefill_worker_has_begun() -> None:
+    engine = make_engine(role=Role.DECODE)
+    with pytest.raises(RequestError, match=r"only decodes.*prefill worker first.*BOTH"):
+        engine.add("plain", ids(20))
+    expected = remote_request(engine)
+    for load in loads_of(engine):
+        engine.scheduler.load_failed("a", load)  # recomputed here: what it lost is its work all the same
+    engine.run()
+    assert engine.text == {"a": expected}
 
 
 # ---- remote loads ----------------------------------------------------------------------------------------

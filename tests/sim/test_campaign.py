@@ -103,3 +103,28 @@ def test_hits_one_by_one_are_those_of_a_run_without_speculation(method: str) -> 
     assert result.failure is None
     assert result.hits == World(without_speculation(scenario)).run().hits
     assert result.hits[1] == ("b", 20)
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+def test_media_are_shared_by_content_and_never_by_placeholder(method: str) -> None:
+    """Twenty-one tokens with a picture at [4, 9): the same one is hit whole, another one not past its place."""
+    scenario = small_scenario(method, 0.7)
+    first = replace(scenario.requests[0], media=((4, 9, "cat"),))
+    shown = {"same": (4, 9, "cat"), "other": (4, 9, "dog"), "moved": (5, 10, "cat")}
+    others = [replace(first, id=name, at=40, media=(item,)) for name, item in shown.items()]
+    result = run_scenario(replace(scenario, requests=(first, *others), one_by_one=True))
+    assert result.failure is None
+    # A page with media is taken whole or not at all, so that the hits of the others end before it.
+    assert dict(result.hits) == {"a": 0, "same": 20, "other": 4, "moved": 4}
+    assert result.faults["media_hit"] == 1
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+def test_an_adapter_shares_only_with_itself(method: str) -> None:
+    scenario = small_scenario(method, 0.7)
+    first = replace(scenario.requests[0], adapter="formal")
+    others = [replace(first, id="same", at=40), replace(first, id="none", at=40, adapter="")]
+    result = run_scenario(replace(scenario, requests=(first, *others), one_by_one=True))
+    assert result.failure is None
+    assert dict(result.hits) == {"a": 0, "same": 20, "none": 0}
+    assert result.faults["adapter_hit"] == 1

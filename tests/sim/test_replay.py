@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import TraceError
+from outrider.sim.reading import read_scenario
 from outrider.sim.replay import Trace, record, replay, shrink
-from outrider.sim.scenario import Scenario, draw
+from outrider.sim.scenario import draw
 
 BUG = "copy_on_write_skipped"
 
@@ -52,7 +53,7 @@ def test_the_shrinker_keeps_the_failure_and_drops_the_rest(failing: Trace) -> No
 def test_scenarios_survive_json() -> None:
     for index in range(30):
         scenario = draw(6, index)
-        assert Scenario.from_json(json.loads(json.dumps(scenario.as_json()))) == scenario
+        assert read_scenario(json.loads(json.dumps(scenario.as_json()))) == scenario
 
 
 @pytest.mark.parametrize(

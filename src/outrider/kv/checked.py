@@ -1,14 +1,16 @@
-"""Typed errors for settings that are misspelt or missing, instead of Python's TypeError."""
+"""Typed errors for settings that are misspelt, missing or of the wrong type, instead of Python's TypeError."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
+from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
 
 from outrider.errors import ConfigError, OutriderError
+from outrider.kv.intervals import Interval
 
 T = TypeVar("T")
 
@@ -20,6 +22,44 @@ def whole_number(
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         hint = f"; {advice}" if advice else ""
         raise error(f"{what} must be a whole number of at least {at_least}, got {value!r}{hint}")
+
+
+def is_word(value: object) -> bool:
+    """A whole number that fits into 32 bits, as token ids and page numbers do."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+
+
+def text(value: object, what: str, *, empty: bool = True, error: type[OutriderError] = ConfigError) -> None:
+    """Refuse anything but text, and empty text unless it may be."""
+    if not isinstance(value, str) or not (value or empty):
+        raise error(f"{what} must be {'text' if empty else 'text that is not empty'}, got {value!r}")
+
+
+def one_of(value: object, kind: type[Enum], what: str, *, error: type[OutriderError] = ConfigError) -> None:
+    """Refuse anything but a member of the enumeration."""
+    if not isinstance(value, kind):
+        allowed = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+        raise error(f"{what} must be one of {allowed}, got {value!r}")
+
+
+def true_or_false(value: object, what: str, *, error: type[OutriderError] = ConfigError) -> None:
+    if not isinstance(value, bool):
+        raise error(f"{what} must be True or False, got {value!r}")
+
+
+def tuple_of(value: object, kind: type, what: str, *, error: type[OutriderError] = ConfigError) -> None:
+    """Refuse anything but a tuple with items of one kind."""
+    if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
+        raise error(f"{what} must be a tuple of {kind.__name__}, got {value!r}")
+
+
+def checked_interval(value: object, what: str, error: type[OutriderError]) -> Interval:
+    """Refuse anything but an Interval of positions."""
+    if not isinstance(value, Interval) or not all(isinstance(end, int) and not isinstance(end, bool) for end in value):
+        raise error(f"{what} must be an Interval of whole numbers, got {value!r}")
+    if not 0 <= value.start <= value.end:
+        raise error(f"{what} must not start before 0 or end before it starts, got {value}")
+    return value
 
 
 def checked_fields(error: type[OutriderError] = ConfigError) -> Callable[[type[T]], type[T]]:

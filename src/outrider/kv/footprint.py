@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ConfigError, FootprintError
-from outrider.kv.checked import checked_fields, whole_number
+from outrider.kv.checked import checked_fields, one_of, text, true_or_false, tuple_of, whole_number
 from outrider.kv.groups import GroupKind
 from outrider.kv.intervals import Interval
 
@@ -36,8 +36,10 @@ class GroupSpec:
     causal: bool = True
 
     def __post_init__(self) -> None:
+        text(self.name, "the name of a group", empty=False)
         if not isinstance(self.kind, GroupKind):
             raise ConfigError(f"group {self.name!r}: kind must be a GroupKind, got {self.kind!r}")
+        true_or_false(self.causal, f"group {self.name!r}: causal")
         for field in ("page_tokens", "slot_bytes"):
             whole_number(getattr(self, field), f"group {self.name!r}: {field}", at_least=1)
 
@@ -89,6 +91,7 @@ class KVFootprint:
     """What makes its KV bytes what they are: weights, configuration."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for field in ("scratch_extra", "durable_lead", "token_reach"):
             whole_number(getattr(self, field), f"{self.name}: {field}", at_least=0, error=FootprintError)
         if self.max_len is not None:
@@ -140,6 +143,18 @@ class KVFootprint:
                     f"scratch_ahead({k}) is {self.scratch_ahead(k)}; raise scratch_extra"
                 )
 
+    def _check_types(self) -> None:
+        text(self.name, "the name of a drafter", empty=False, error=FootprintError)
+        text(self.fingerprint, f"{self.name}: fingerprint", error=FootprintError)
+        one_of(self.proposing, Proposing, f"{self.name}: proposing", error=FootprintError)
+        for field in ("keeps_accepted", "feed_reads_kv", "rebuild"):
+            true_or_false(getattr(self, field), f"{self.name}: {field}", error=FootprintError)
+        tuple_of(self.groups, GroupSpec, f"{self.name}: groups", error=FootprintError)
+        tuple_of(self.taps, int, f"{self.name}: taps", error=FootprintError)
+        for tap in self.taps:
+            advice = "it is the number of a target layer"
+            whole_number(tap, f"{self.name}: each of taps", at_least=0, advice=advice, error=FootprintError)
+
     def _check_without_groups(self) -> None:
         owns_kv = {
             "scratch_extra": self.scratch_extra,
@@ -158,15 +173,21 @@ class KVFootprint:
         if self.proposing not in (Proposing.LOOKUP, Proposing.NOTHING):
             raise FootprintError(f"{self.name}: {self.proposing.value} passes read KV; declare the groups")
 
+    def _proposes(self, k: int) -> bool:
+        """Does proposing k run the drafter at all?"""
+        if k < 0:
+            raise FootprintError(f"{self.name}: k must be a whole number of at least 0, got {k!r}; 0 proposes nothing")
+        return k > 0 and bool(self.groups)
+
     def passes(self, k: int) -> int:
         """Forward passes of the drafter to propose k."""
-        if k == 0 or not self.groups:
+        if not self._proposes(k):
             return 0
         return k if self.proposing is Proposing.CHAIN else 1
 
     def query_len(self, k: int) -> int:
         """Rows of each pass."""
-        if k == 0 or not self.groups:
+        if not self._proposes(k):
             return 0
         return 1 if self.proposing is Proposing.CHAIN else k + 1
 
@@ -176,19 +197,19 @@ class KVFootprint:
 
     def scratch_ahead(self, k: int) -> int:
         """Slots at and past v that must be reserved to propose k."""
-        if k == 0 or not self.groups:
+        if not self._proposes(k):
             return 0
         return k + self.scratch_extra
 
     def slots_written(self, k: int) -> int:
         """Slots at and past v that proposing k writes, the durable lead included."""
-        if k == 0 or not self.groups:
+        if not self._proposes(k):
             return 0
         return k + 1 if self.proposing is Proposing.BLOCK else self.durable_lead + k - 1
 
     def scratch(self, v: int, k: int) -> Interval:
         """The scratch slots that proposing k from v writes."""
-        if k == 0 or not self.groups:
+        if not self._proposes(k):
             return Interval(v, v)
         start = v if self.proposing is Proposing.BLOCK else self.durable_end(v)
         return Interval(start, v + self.slots_written(k))

@@ -43,21 +43,26 @@ def intersect(left: Interval, right: Interval) -> Interval:
     return Interval(start, end) if start < end else NOTHING
 
 
+def union(parts: Iterable[Interval]) -> list[Interval]:
+    """The same positions as runs that neither touch nor overlap, in order."""
+    runs: list[Interval] = []
+    for part in sorted(part for part in parts if not part.empty):
+        if runs and part.start <= runs[-1].end:
+            runs[-1] = Interval(runs[-1].start, max(runs[-1].end, part.end))
+        else:
+            runs.append(part)
+    return runs
+
+
 def subtract(whole: Interval, parts: Iterable[Interval]) -> tuple[Interval, ...]:
     """What is left of `whole` without `parts`, in order."""
-    rest = [] if whole.empty else [whole]
-    for part in parts:
-        if part.empty:
-            continue
-        rest = [
-            piece
-            for old in rest
-            for piece in (
-                Interval(old.start, min(old.end, part.start)),
-                Interval(max(old.start, part.end), old.end),
-            )
-            if not piece.empty
-        ]
+    rest, start = [], whole.start
+    for part in union(parts):
+        if start < part.start and start < whole.end:
+            rest.append(Interval(start, min(part.start, whole.end)))
+        start = max(start, part.end)
+    if start < whole.end:
+        rest.append(Interval(start, whole.end))
     return tuple(rest)
 
 

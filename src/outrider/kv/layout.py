@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 from outrider.errors import ConfigError
-from outrider.kv.checked import checked_fields, whole_number
+from outrider.kv.checked import checked_fields, text, true_or_false, tuple_of, whole_number
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint
 from outrider.kv.intervals import Interval
 from outrider.kv.prefix import CacheIdentity, group_tag
@@ -40,6 +40,9 @@ class KVLayout:
     tags: tuple[bytes, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        tuple_of(self.target, GroupSpec, "target")
+        if not isinstance(self.footprint, KVFootprint):
+            raise ConfigError(f"footprint must be a KVFootprint, got {self.footprint!r}; NO_DRAFTER is one")
         if not self.target:
             raise ConfigError("a layout needs at least one target group")
         groups = self.target + self.footprint.groups
@@ -107,11 +110,19 @@ class KVConfig:
     """1 when every verdict is known before the next plan, 2 with one step in flight."""
 
     def __post_init__(self) -> None:
+        tuple_of(self.arena_pages, int, "arena_pages, the pages of each arena,")
+        if not isinstance(self.identity, CacheIdentity):
+            raise ConfigError(f"identity must be a CacheIdentity, got {self.identity!r}")
+        for name in ("weights", "dtype", "layout"):
+            text(getattr(self.identity, name), f"identity: {name}")
+        whole_number(self.identity.tensor_parallel_size, "identity: tensor_parallel_size", at_least=1)
+        whole_number(self.identity.tensor_parallel_rank, "identity: tensor_parallel_rank", at_least=0)
+        true_or_false(self.prefix_caching, "prefix_caching")
         for name in ("max_model_len", "step_tokens"):
             whole_number(getattr(self, name), name, at_least=1)
         for arena, pages in enumerate(self.arena_pages):
             advice = "one of them is the sink: raise the memory"
             whole_number(pages, f"pages of arena {arena}", at_least=2, advice=advice)
         whole_number(self.keep_margin, "keep_margin", at_least=0)
-        if self.steps_ahead not in (1, 2):
+        if self.steps_ahead not in (1, 2) or isinstance(self.steps_ahead, bool):
             raise ConfigError(f"steps_ahead must be 1 or 2, got {self.steps_ahead}")

@@ -13,6 +13,7 @@ For one group of one sequence, as interval sets, always
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, MutableMapping
 from collections.abc import Sequence as Items
 from enum import Enum
 from typing import NamedTuple
@@ -35,6 +36,35 @@ class LoadState(Enum):
     PENDING = "pending"
     ARRIVED = "arrived"
     FAILED = "failed"
+
+
+class Loads(MutableMapping[Load, LoadState]):
+    """The loads of one sequence and where each stands; how many are pending is counted as they change."""
+
+    __slots__ = ("_states", "num_pending")
+
+    def __init__(self) -> None:
+        self._states: dict[Load, LoadState] = {}
+        self.num_pending = 0
+
+    def __getitem__(self, load: Load) -> LoadState:
+        return self._states[load]
+
+    def __setitem__(self, load: Load, state: LoadState) -> None:
+        self.num_pending += (state is LoadState.PENDING) - (self._states.get(load) is LoadState.PENDING)
+        self._states[load] = state
+
+    def __delitem__(self, load: Load) -> None:
+        self.num_pending -= self._states.pop(load) is LoadState.PENDING
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
 
 
 class GroupPages:
@@ -84,6 +114,7 @@ class SequenceKV:
         "draft_room",
         "drafting",
         "groups",
+        "headrooms",
         "hit",
         "id",
         "load_end",
@@ -107,6 +138,10 @@ class SequenceKV:
         self.skip_tiers = False
         """A tier failed it once: from then on it takes only what the device holds."""
         self.target_headroom = 0
+        """Slots past v that the next step may ask for; what a commit leaves reserved."""
+        self.headrooms = (0, 0)
+        """What that is without drafts to verify, and with them. A sequence that gives its draft groups up has
+        pages left over, which its next commit gives back."""
         self.draft_headroom = 0
         self.reset(num_groups)
 
@@ -123,7 +158,7 @@ class SequenceKV:
         self.draft_end = 0
         """Draft groups are durable on [low, draft_end)."""
         self.groups = [GroupPages() for _ in range(num_groups)]
-        self.loads: dict[Load, LoadState] = {}
+        self.loads = Loads()
         self.load_end = 0
         # Bounds that let the common step touch nothing but two integers.
         self.target_room = 0
@@ -139,4 +174,4 @@ class SequenceKV:
 
     @property
     def loading(self) -> bool:
-        return any(state is LoadState.PENDING for state in self.loads.values())
+        return self.loads.num_pending > 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.kv.groups import GroupKind
-from outrider.kv.intervals import NOTHING, Interval, covered, subtract
+from outrider.kv.intervals import NOTHING, Interval, covered, subtract, union
 from outrider.kv.ledger import Load, LoadState
 
 
@@ -47,21 +48,48 @@ def first_failure(loads: Mapping[Load, LoadState], groups: Iterable[int], otherw
 
 
 def longest_held(kinds: Sequence[GroupKind], held: Sequence[Sequence[Interval]], limit: int) -> int:
-    """The largest end <= limit at which every group holds what it needs."""
-    return next(
-        end
-        for end in range(limit, -1, -1)
-        if all(covered(kind.needed(end), parts) for kind, parts in zip(kinds, held, strict=True))
-    )
+    """The largest end <= limit at which every group holds what it needs.
+
+    Each group can only lower the end, so going round until nobody does finds the largest common one.
+    """
+    runs = [union(parts) for parts in held]
+    end, lowered = limit, True
+    while lowered:
+        lowered = False
+        for kind, group_runs in zip(kinds, runs, strict=True):
+            fits = _longest_in_runs(kind, group_runs, end)
+            end, lowered = fits, lowered or fits < end
+    return end
 
 
-def run_start(parts: Sequence[Interval], end: int) -> int:
+def _longest_in_runs(kind: GroupKind, runs: Sequence[Interval], end: int) -> int:
+    """The largest end, at most this one, whose needs lie in the runs.
+
+    runs        [ r0 )     [ r1      )
+    end                         ^ needs more than r1 has: so does every end in r1, whose needs start no later
+                      ^ next: r1.start, and since nothing ends there, r0.end
+    """
+    place = bisect_right(runs, end, key=lambda run: run.start) - 1
+    while end > 0:
+        needed = kind.needed(end)
+        if needed.empty:
+            return end
+        while place >= 0 and runs[place].start >= end:
+            place -= 1
+        if place < 0:
+            return 0
+        run = runs[place]
+        if end > run.end:
+            end = run.end
+        elif run.start <= needed.start:
+            return end
+        else:
+            end = run.start
+    return 0
+
+
+def run_start(parts: Iterable[Interval], end: int) -> int:
     """Where the run of held positions that ends at `end` starts."""
-    start = end
-    moved = True
-    while moved:
-        moved = False
-        for part in parts:
-            if part.start < start <= part.end:
-                start, moved = part.start, True
-    return start
+    runs = union(parts)
+    place = bisect_left(runs, end, key=lambda run: run.start) - 1
+    return runs[place].start if place >= 0 and end <= runs[place].end else end

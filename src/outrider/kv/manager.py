@@ -94,6 +94,7 @@ class KVManager:
         chain = Chain(self._root(adapter, salt), self.layout.grain, media)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
+        sequence.headrooms = (self.config.steps_ahead, ahead)
         sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._footprint.durable_lead
         self.sequences[id] = sequence
         return sequence
@@ -141,13 +142,9 @@ class KVManager:
         if self._observer:
             self._observer.admitting(sequence, hit, use_cache=use_cache, may_draft=draft)
         target, pulled = seat_target(views[: layout.num_target], hit, limit, layout.margin, remote)
-        drafts = seat_draft(
-            views[layout.num_target :],
-            hit,
-            self._footprint.durable_end(limit) - self._footprint.durable_lead,
-            layout.margin,
-            remote if pulled else None,
-        )
+        draft_end = self._footprint.durable_end(limit) - self._footprint.durable_lead
+        offered = remote if pulled else None
+        drafts = seat_draft(views[layout.num_target :], hit, draft_end, layout.margin, offered)
         holdings.hold(target)
         holdings.hold(drafts)
         draft = self._make_seats(target, drafts) and draft
@@ -155,6 +152,7 @@ class KVManager:
             holdings.fill(sequence, seat)
         sequence.hit = hit.end
         sequence.load_end = limit if pulled else hit.end
+        sequence.target_headroom = sequence.headrooms[draft or not holdings.draft]
         if draft:
             self._admit_draft(sequence, hit, drafts)
         sequence.admitted = True
@@ -287,8 +285,8 @@ class KVManager:
         """The durable slots that may leave this worker, per group. Scratch is never among them."""
         out: dict[int, Interval] = {}
         for g, size in self.holdings.groups(sequence):
-            end = min(sequence.committed, self._durable_end(sequence, g))
-            out[g] = Interval(sequence.groups[g].held_from(size), end)
+            start = sequence.groups[g].held_from(size)
+            out[g] = Interval(start, max(start, min(sequence.committed, self._durable_end(sequence, g))))
         return out
 
     # ---- one step ----------------------------------------------------------------------------------
@@ -428,6 +426,7 @@ class KVManager:
         self._fork_groups(parent, child, self.holdings.target, end)
         child.admitted = True
         child.hit = child.load_end = end
+        child.target_headroom = parent.target_headroom
         if parent.drafting:
             child.drafting = True
             self._fork_draft(parent, child, end)
@@ -463,7 +462,7 @@ class KVManager:
             sequence.groups[g] = GroupPages()
         for load in [load for load in sequence.loads if load.group in self.layout.draft_groups]:
             del sequence.loads[load]
-        sequence.drafting = False
+        sequence.drafting, sequence.target_headroom = False, sequence.headrooms[False]
         self.dropped_drafts += 1
         self.holdings.measure_room(sequence)
 

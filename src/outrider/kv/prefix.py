@@ -47,6 +47,12 @@ class CacheIdentity:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
 
+    @property
+    def label(self) -> str:
+        """All of it in one line, for handshakes and messages; equal only if everything is."""
+        part = f"part {self.tensor_parallel_rank} of {self.tensor_parallel_size}"
+        return f"weights {self.weights!r}, dtype {self.dtype!r}, layout {self.layout!r}, {part}"
+
     def root(self, *, adapter: str = "", salt: str = "") -> bytes:
         """The chain's seed for one adapter and one tenant."""
         fields = (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.kv.intervals import page_count
 from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.pages import SINK
 from outrider.sanitizer.report import Reporter
@@ -78,6 +80,28 @@ class PageAccounts:
         for page in pages:
             shadow = self.pages[arena][page]
             shadow.quarantined, shadow.refs = False, 1
+
+    def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int, steps_ahead: int) -> None:
+        """I5: after a commit a sequence keeps no page past what the steps to come may ask for.
+
+        reserved   [0 ------ v)[ rows ahead )[ 1 + k rows a step )[ scratch, draft groups only )
+        """
+        layout = self._layout
+        if not sequence.drafting and layout.footprint.groups:
+            k = 0
+        end = sequence.committed + rows_ahead + steps_ahead * (1 + k)
+        scratch = layout.footprint.scratch_ahead(k) + layout.footprint.durable_lead
+        for group, state in enumerate(sequence.groups):
+            most = page_count(end + (scratch if group >= layout.num_target else 0), layout.groups[group].page_tokens)
+            if len(state.pages) > max(most, state.first_page):
+                self._fail(
+                    "I5",
+                    f"{len(state.pages)} page(s) are reserved where {most} are enough for the next step",
+                    request=sequence.id,
+                    group=group,
+                    position=sequence.committed,
+                    page=state.pages[-1],
+                )
 
     def check(self, manager: KVManager) -> None:
         """I5: every page is free, cached, held by somebody, pending, quarantined, or the sink."""

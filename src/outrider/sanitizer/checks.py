@@ -17,10 +17,11 @@ from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.pages import SINK
+from outrider.kv.prefix import Media
 from outrider.sanitizer.accounts import PageAccounts
 from outrider.sanitizer.expected import ExpectedHits
 from outrider.sanitizer.report import Mode, Reporter
-from outrider.sanitizer.shadow import DURABLE, PageShadow, TokenHashes, namespace_seed
+from outrider.sanitizer.shadow import DURABLE, PageShadow, TokenHashes, namespace_seed, shows_media
 from outrider.sanitizer.steps import StepChecks
 
 
@@ -38,7 +39,9 @@ class Sanitizer(KVObserver):
         self._manager: KVManager | None = None
         self._available: list[dict[int, int]] = [{} for _ in layout.groups]
         """Per group: slot identity -> published device pages that hold it."""
-        self._expected = ExpectedHits(layout, self._available, lambda g, i: self.tier_holds(g, i))
+        self._divisible: list[dict[int, int]] = [{} for _ in layout.groups]
+        """The same for pages of which a part may be taken: those without media."""
+        self._expected = ExpectedHits(layout, self._available, self._divisible, lambda g, i: self.tier_holds(g, i))
         self._planned: dict[str, TokenHashes] = {}
         self._verified: dict[str, list[int]] = {}
         """Per sequence and group: the ledger's durable end that was last compared with the shadow."""
@@ -58,9 +61,9 @@ class Sanitizer(KVObserver):
         self._manager = manager
         self.steps.bind(manager)
 
-    def track(self, sequence: str, tokens: array[int], namespace: tuple[str, str]) -> None:
-        """The runner's own tokens of a sequence: what it feeds the model, ahead of the ledger."""
-        self.steps.track(sequence, tokens, self._seed(namespace))
+    def track(self, sequence: str, tokens: array[int], namespace: tuple[str, str], media: Sequence[Media] = ()) -> None:
+        """The runner's own tokens and media of a sequence: what it feeds the model, ahead of the ledger."""
+        self.steps.track(sequence, tokens, self._seed(namespace), media)
 
     def forget(self, sequence: str) -> None:
         """The sequence is gone, and no step of it is in flight."""
@@ -72,6 +75,10 @@ class Sanitizer(KVObserver):
         assert self._manager is not None
         self._accounts.check(self._manager)
 
+    def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int) -> None:
+        """I5: a commit gave back what the steps to come will not ask for. rows_ahead: rows already planned."""
+        self._accounts.check_surplus(sequence, k=k, rows_ahead=rows_ahead, steps_ahead=self.config.steps_ahead)
+
     def _seed(self, namespace: tuple[str, str]) -> int:
         identity = self.config.identity
         return namespace_seed(identity.weights, identity.dtype, identity.layout, *namespace)
@@ -79,7 +86,8 @@ class Sanitizer(KVObserver):
     def _hashes(self, sequence: SequenceKV) -> list[int]:
         known = self._planned.get(sequence.id)
         if known is None:
-            known = self._planned[sequence.id] = TokenHashes(self._seed(sequence.namespace), sequence.tokens)
+            seed = self._seed(sequence.namespace)
+            known = self._planned[sequence.id] = TokenHashes(seed, sequence.tokens, sequence.chain.media)
         return known.extend()
 
     # ---- pages -------------------------------------------------------------------------------------
@@ -118,11 +126,16 @@ class Sanitizer(KVObserver):
         if not shadow.published:
             return
         shadow.published = False
+        for table in self._tables(shadow):
+            for identity in shadow.ids[: self.layout.groups[shadow.group].page_tokens]:
+                table[identity] -= 1
+                if not table[identity]:
+                    del table[identity]
+
+    def _tables(self, shadow: PageShadow) -> list[dict[int, int]]:
+        """Where the slots of a published page are counted."""
         available = self._available[shadow.group]
-        for identity in shadow.ids[: self.layout.groups[shadow.group].page_tokens]:
-            available[identity] -= 1
-            if not available[identity]:
-                del available[identity]
+        return [available] if shadow.shows_media else [available, self._divisible[shadow.group]]
 
     def cache_reset(self) -> None:
         for arena in self._accounts.pages:
@@ -138,7 +151,9 @@ class Sanitizer(KVObserver):
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         """I9: the hit equals a slot-by-slot search over what is published."""
         limit = len(sequence.tokens) - 1 if use_cache else 0
-        expected = self._expected.search(self._hashes(sequence), limit, draft=may_draft, tiers=not sequence.skip_tiers)
+        expected = self._expected.search(
+            self._hashes(sequence), limit, draft=may_draft, tiers=not sequence.skip_tiers, media=sequence.chain.media
+        )
         self._hits[sequence.id] = (hit, expected)
 
     def admitted(self, sequence: SequenceKV) -> None:
@@ -201,9 +216,11 @@ class Sanitizer(KVObserver):
                     page=page,
                     writer=shadow.writers[offset],
                 )
-        reach = self._reach[group]
+        reach, media = self._reach[group], sequence.chain.media
         end = (page_number + 1) * size
-        if reach and not key.endswith(sequence.tokens[end : end + reach].tobytes()):
+        later = sequence.tokens[end : end + reach].tobytes()
+        shown = b"".join(item.digest for item in media if item.start < end + reach and end < item.end)
+        if reach and not (later in key and key.endswith(shown or later)):
             self._fail(
                 "I2",
                 "the key does not name the later tokens that the page depends on",
@@ -215,9 +232,10 @@ class Sanitizer(KVObserver):
             )
         shadow.published = True
         shadow.group = group
-        available = self._available[group]
-        for identity in shadow.ids[:size]:
-            available[identity] = available.get(identity, 0) + 1
+        shadow.shows_media = shows_media(media, page_number * size, end + reach)
+        for table in self._tables(shadow):
+            for identity in shadow.ids[:size]:
+                table[identity] = table.get(identity, 0) + 1
 
     def imported(self, sequence: SequenceKV, group: int, interval: Interval) -> None:
         """I6: what arrived carries the identity that the sender had for it."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVLayout
 from outrider.kv.observer import Hit
+from outrider.kv.prefix import Media
+from outrider.sanitizer.shadow import shows_media
 
 
 class ExpectedHits:
@@ -17,17 +19,21 @@ class ExpectedHits:
         self,
         layout: KVLayout,
         available: Sequence[dict[int, int]],
+        divisible: Sequence[dict[int, int]],
         tier_holds: Callable[[int, int], bool],
     ) -> None:
         self._layout = layout
         self._available = available
+        self._divisible = divisible
         self._tier_holds = tier_holds
         self._retained: dict[tuple[int, int], bool] = {}
 
-    def search(self, hashes: Sequence[int], limit: int, *, draft: bool, tiers: bool = True) -> Hit:
+    def search(
+        self, hashes: Sequence[int], limit: int, *, draft: bool, tiers: bool = True, media: Sequence[Media] = ()
+    ) -> Hit:
         layout, footprint = self._layout, self._layout.footprint
         groups = range(len(layout.groups) if draft else layout.num_target)
-        runs = {group: self._runs(group, hashes, limit, tiers) for group in groups}
+        runs = {group: self._runs(group, hashes, limit, tiers, media) for group in groups}
         end = self._longest(layout.target_groups, runs, limit)
         if not draft:
             return Hit(end, 0, ())
@@ -64,18 +70,21 @@ class ExpectedHits:
             tuple(Interval(fed_from if run is None else min(run.start, fed_from), fed_from) for run in found.values()),
         )
 
-    def _runs(self, group: int, hashes: Sequence[int], limit: int, tiers: bool) -> list[int]:
-        """For every end: where the run of slots that can be had, and that stops there, starts."""
+    def _runs(self, group: int, hashes: Sequence[int], limit: int, tiers: bool, media: Sequence[Media]) -> list[int]:
+        """For every end: where the run of slots that can be had, and that stops there, starts.
+
+        A slot can be had with its whole page, or alone where neither page shows media.
+        """
         layout = self._layout
-        size, available = layout.groups[group].page_tokens, self._available[group]
+        size, available, divisible = layout.groups[group].page_tokens, self._available[group], self._divisible[group]
         reach = layout.footprint.token_reach if group >= layout.num_target else 0
         starts = [0]
         for position in range(limit):
-            place = position + 1 + reach
-            held = place < len(hashes) and hashes[place] in available
-            if not held and tiers:
-                last = (position // size + 1) * size + reach
-                held = last < len(hashes) and self._tier_holds(group, hashes[last])
+            first = position // size * size
+            place, last = position + 1 + reach, first + size + reach
+            held = place < len(hashes) and hashes[place] in divisible and not shows_media(media, first, last)
+            if not held and last < len(hashes):
+                held = hashes[last] in available or (tiers and self._tier_holds(group, hashes[last]))
             starts.append(starts[-1] if held else position + 1)
         return starts
 

@@ -51,6 +51,39 @@ def ignore_plans_ahead(original: Any) -> Any:
     return commit
 
 
+def trim_one_page_too_many(original: Any) -> Any:
+    def trim(self: Any, sequence: Any, v: int) -> None:
+        for g, size in self.holdings.groups(sequence):
+            draft = g >= self.layout.num_target
+            end = v + (sequence.draft_headroom if draft else sequence.target_headroom)
+            self.holdings.cut(sequence, g, size, end - size)
+        self.holdings.measure_room(sequence)
+
+    return trim
+
+
+def trim_one_page_too_few(original: Any) -> Any:
+    def trim(self: Any, sequence: Any, v: int) -> None:
+        for g, size in self.holdings.groups(sequence):
+            draft = g >= self.layout.num_target
+            end = v + (sequence.draft_headroom if draft else sequence.target_headroom)
+            self.holdings.cut(sequence, g, size, end + size)
+        self.holdings.measure_room(sequence)
+
+    return trim
+
+
+def drop_planned_drafts(original: Any) -> Any:
+    def make_room(self: Any, request: Any, arena: int) -> bool:
+        for other in self._roster.running_from_last():
+            if other.rank > request.rank and other.planned_step == self._step and self._drafts_in(other.kv, arena):
+                self._kv.drop_draft(other.kv)
+                return not self._kv.pool.step_in_flight
+        return bool(original(self, request, arena))
+
+    return make_room
+
+
 def keep_drafting_without_pages(original: Any) -> Any:
     def reserve(self: Any, sequence: Any, target_end: int, draft_end: int) -> None:
         holdings = self.holdings
@@ -80,6 +113,17 @@ def salt_left_out(original: Any) -> Any:
         return bytes(original(self, adapter=adapter, salt=""))
 
     return root
+
+
+def adapter_left_out(original: Any) -> Any:
+    def root(self: Any, *, adapter: str = "", salt: str = "") -> bytes:
+        return bytes(original(self, adapter="", salt=salt))
+
+    return root
+
+
+def media_by_token_id(original: Any) -> Any:
+    return lambda self, start, end: b""
 
 
 def publish_last_sampled(original: Any) -> Any:
@@ -114,6 +158,41 @@ def drop_last_block(original: Any) -> Any:
     return find_hit
 
 
+def hold_after_taking(original: Any) -> Any:
+    class Holdings(original):  # type: ignore[misc]
+        def hold(self, seats: Any) -> None:
+            """What the search found is held only once fresh pages were taken."""
+
+        def let_go(self, seats: Any) -> None:
+            pass
+
+        def fill(self, sequence: Any, seat: Any) -> None:
+            fresh = self.pool.acquire(seat.view.group, seat.num_fresh)
+            original.hold(self, [seat])
+            self.pool.acquire = lambda group, count: fresh
+            try:
+                super().fill(sequence, seat)
+            finally:
+                del self.pool.acquire
+
+    return Holdings
+
+
+def start_before_copies(original: Any) -> Any:
+    return lambda self, sequence: not sequence.loading
+
+
+def publish_failed_pages(original: Any) -> Any:
+    def keep_run(self: Any, sequence: Any, g: int, size: int, parts: Any, end: int) -> None:
+        state = sequence.groups[g]
+        published = state.published
+        original(self, sequence, g, size, parts, end)
+        if state.low < end:
+            state.published = published
+
+    return keep_run
+
+
 def share_instead_of_copy(original: Any) -> Any:
     def place(view: Any, hold: Interval) -> Any:
         placement = original(view, hold)
@@ -141,6 +220,15 @@ def free_behind_speculation(original: Any) -> Any:
             sequence.committed, sequence.draft_end = committed, draft_end
 
     return free_behind
+
+
+def free_under_tap_rows(original: Any) -> Any:
+    def start_at(self: Any, sequence: Any, end: int) -> None:
+        sequence.committed = end
+        self._advance(sequence, margin=0)
+        self.holdings.measure_room(sequence)
+
+    return start_at
 
 
 def release_twice(original: Any) -> Any:
@@ -210,8 +298,8 @@ def commit_every_row(original: Any) -> Any:
 
 
 def trim_to_last_pages(original: Any) -> Any:
-    def plan_pull(layout: Any, load: Any, offer: Any, table: Any) -> tuple[SlotRun, ...]:
-        runs = original(layout, load, offer, table)
+    def plan_pull(layout: Any, identity: Any, load: Any, offer: Any, table: Any) -> tuple[SlotRun, ...]:
+        runs = original(layout, identity, load, offer, table)
         size = layout.groups[load.group].page_tokens
         offered = next(g for s, g in offer.groups.items() if s.name == layout.groups[load.group].name)
         if offered.page_tokens != size:
@@ -223,6 +311,10 @@ def trim_to_last_pages(original: Any) -> Any:
         return tuple(run._replace(source_page=last_pages[(run.start // size) - first]) for run in runs)
 
     return plan_pull
+
+
+def identity_left_out(original: Any) -> Any:
+    return property(lambda self: "")
 
 
 def failure_counts_as_arrival(original: Any) -> Any:
@@ -239,6 +331,27 @@ def no_quarantine(original: Any) -> Any:
         return []
 
     return abandon_loading
+
+
+def restore_at_once(original: Any) -> Any:
+    def restore(self: Any, group: int, pages: list[int]) -> None:
+        index = self.layout.arena_of[group]
+        if self._observer:
+            self._observer.restored(index, pages)
+        self.arenas[index].restore(pages)
+        self._release_now(index, pages)
+
+    return restore
+
+
+def settle_drafts_at_the_start(original: Any) -> Any:
+    def settle_draft(self: Any, sequence: Any, end: int, **others: Any) -> None:
+        reachable = min(end, self.layout.footprint.durable_end(end))
+        sequence.draft_end = reachable
+        for g, size in self.holdings.draft:
+            self.holdings.cut(sequence, g, size, reachable)
+
+    return settle_draft
 
 
 def publish_each_arrival(original: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from enum import Enum
 
-from outrider.errors import InvariantViolation
+from outrider.errors import ConfigError, InvariantViolation
+from outrider.kv.checked import one_of
 from outrider.kv.layout import KVLayout
 from outrider.sanitizer.shadow import NOBODY, Writer
 
@@ -13,7 +14,7 @@ log = logging.getLogger("outrider.sanitizer")
 
 
 class Mode(Enum):
-    """What to do on a violation. `off` means: attach no sanitizer at all."""
+    """What to do on a violation. `off` is for settings: it means that no sanitizer is made at all."""
 
     OFF = "off"
     LOG = "log"
@@ -24,6 +25,9 @@ class Reporter:
     """Raises or logs violations; knows the step that is running."""
 
     def __init__(self, layout: KVLayout, mode: Mode) -> None:
+        one_of(mode, Mode, "mode")
+        if mode is Mode.OFF:
+            raise ConfigError("a sanitizer that is off would cost as much as one that logs; make none, or use Mode.LOG")
         self.mode = mode
         self.step = -1
         self.violations: list[InvariantViolation] = []

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+from outrider.kv.prefix import Media
+
 EMPTY, SCRATCH, DURABLE = 0, 1, 2
 _MASK = (1 << 64) - 1
 
@@ -20,21 +22,28 @@ def namespace_seed(*fields: str) -> int:
 
 
 class TokenHashes:
-    """Running hashes of one token sequence: `upto[i]` stands for the namespace and tokens[:i]."""
+    """Running hashes of one token sequence: `upto[i]` stands for the namespace and tokens[:i].
 
-    __slots__ = ("_tokens", "upto")
+    At media positions the content stands beside the token id, which is only a placeholder there.
+    """
 
-    def __init__(self, seed: int, tokens: array[int]) -> None:
+    __slots__ = ("_contents", "_tokens", "upto")
+
+    def __init__(self, seed: int, tokens: array[int], media: Sequence[Media] = ()) -> None:
         self._tokens = tokens
+        self._contents = media_contents(media)
         self.upto = [seed]
 
     def extend(self) -> list[int]:
         """Hashes for all tokens known now."""
         upto, tokens = self.upto, self._tokens
         del upto[len(tokens) + 1 :]
-        value = upto[-1]
-        for token in tokens[len(upto) - 1 :]:
+        value, contents = upto[-1], self._contents
+        first = len(upto) - 1
+        for position, token in enumerate(tokens[first:], start=first):
             value = step_hash(value, token)
+            if contents and position in contents:
+                value = step_hash(value, contents[position])
             upto.append(value)
         return upto
 
@@ -46,6 +55,20 @@ class TokenHashes:
             value = step_hash(value, token)
             out.append(value)
         return out
+
+
+def media_contents(media: Sequence[Media]) -> dict[int, int]:
+    """Per media position: a number that stands for what is shown there."""
+    return {
+        position: namespace_seed(item.digest.hex(), str(position - item.start))
+        for item in media
+        for position in range(item.start, item.end)
+    }
+
+
+def shows_media(media: Sequence[Media], start: int, end: int) -> bool:
+    """Does anything of [start, end) show media?"""
+    return any(item.start < end and start < item.end for item in media)
 
 
 def step_hash(value: int, token: int) -> int:
@@ -75,6 +98,7 @@ class PageShadow:
         "published",
         "quarantined",
         "refs",
+        "shows_media",
         "sources",
         "states",
         "writers",
@@ -87,6 +111,7 @@ class PageShadow:
         """Holds that only wait to copy from it."""
         self.quarantined = False
         self.published = False
+        self.shows_media = False
         self.clear(slots)
 
     def clear(self, slots: int) -> None:

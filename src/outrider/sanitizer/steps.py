@@ -13,6 +13,7 @@ from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
 from outrider.kv.pages import SINK
 from outrider.kv.plan import PageCopy
+from outrider.kv.prefix import Media
 from outrider.sanitizer.accounts import PageAccounts
 from outrider.sanitizer.report import Reporter
 from outrider.sanitizer.shadow import DURABLE, SCRATCH, TokenHashes, Writer
@@ -37,9 +38,9 @@ class StepChecks:
         """Everything reported from now on belongs to this step."""
         self._reporter.step = step
 
-    def track(self, sequence: str, tokens: array[int], seed: int) -> None:
+    def track(self, sequence: str, tokens: array[int], seed: int, media: Sequence[Media]) -> None:
         """The runner's own tokens of a sequence: what it feeds the model, ahead of the ledger."""
-        self._run[sequence] = TokenHashes(seed, tokens)
+        self._run[sequence] = TokenHashes(seed, tokens, media)
 
     def forget(self, sequence: str) -> None:
         self._run.pop(sequence, None)
@@ -60,6 +61,14 @@ class StepChecks:
             self._fail(
                 "I1",
                 "a copy writes to a published or shared page",
+                group=copy.group,
+                page=copy.destination,
+                writer=target.writers[0],
+            )
+        if not target.refs and not target.quarantined:
+            self._fail(
+                "I1",
+                "a copy writes to a page that nobody holds any more",
                 group=copy.group,
                 page=copy.destination,
                 writer=target.writers[0],

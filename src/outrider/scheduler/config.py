@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ConfigError
-from outrider.kv.checked import checked_fields, whole_number
+from outrider.kv.checked import checked_fields, one_of, true_or_false, whole_number
+from outrider.kv.layout import KVConfig, KVLayout
 
 
 class Role(Enum):
@@ -16,7 +17,8 @@ class Role(Enum):
     PREFILL = "prefill"
     """Computes prompts, feeds the drafter, proposes nothing, and keeps the KV for a decode worker."""
     DECODE = "decode"
-    """Starts from KV that a prefill worker hands over."""
+    """Starts from KV that a prefill worker hands over, and refuses requests that bring none: prompts are not its
+    work. What it loses (a failed transfer, a preemption) it recomputes all the same."""
 
 
 class LoadFailure(Enum):
@@ -39,6 +41,9 @@ class SchedulerConfig:
     load_failure: LoadFailure = LoadFailure.RECOMPUTE
 
     def __post_init__(self) -> None:
+        one_of(self.role, Role, "role")
+        one_of(self.load_failure, LoadFailure, "load_failure")
+        true_or_false(self.step_in_flight, "step_in_flight")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -50,4 +55,21 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be larger than max_num_seqs "
                 f"({self.max_num_seqs}): each running request needs one row a step, and a prompt one more"
+            )
+
+    def check_against(self, layout: KVLayout, kv: KVConfig) -> None:
+        """Refuse a KV configuration that was sized for another way of scheduling."""
+        if self.step_in_flight and kv.steps_ahead < 2:
+            raise ConfigError("step_in_flight plans two steps ahead, but KVConfig.steps_ahead is 1; set it to 2")
+        most = min(self.max_chunk_tokens, self.max_num_batched_tokens, kv.max_model_len)
+        if kv.step_tokens < most:
+            raise ConfigError(
+                f"a prompt may advance {most} tokens in a step (max_chunk_tokens {self.max_chunk_tokens}, "
+                f"max_num_batched_tokens {self.max_num_batched_tokens}), but KVConfig.step_tokens, by which requests "
+                f"are let in, is {kv.step_tokens}; raise it, or lower max_chunk_tokens"
+            )
+        if self.role is Role.PREFILL and kv.keep_margin < layout.margin:
+            raise ConfigError(
+                f"a prefill worker keeps {layout.margin} position(s) behind each window for the worker that fetches "
+                f"them, but KVConfig.keep_margin is {kv.keep_margin}; set it to KVLayout.margin"
             )

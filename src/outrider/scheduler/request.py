@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.errors import RequestError
-from outrider.kv.checked import checked_fields, whole_number
+from outrider.kv.checked import checked_fields, checked_interval, is_word, text, true_or_false, tuple_of, whole_number
 from outrider.kv.intervals import Interval
+from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
 from outrider.scheduler.plan import StepRow
@@ -38,6 +39,14 @@ def token_array(tokens: Iterable[int], what: str = "prompt") -> array[int]:
         ) from error
 
 
+def _is_sequence(value: object) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping)
+
+
+def _short(value: object) -> str:
+    return f"{type(value).__name__} {str(value)[:40]!r}"
+
+
 @checked_fields(RequestError)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSpec:
@@ -63,8 +72,19 @@ class RequestSpec:
     """How many tokens at the end of `prompt` count as generated already."""
 
     def __post_init__(self) -> None:
+        text(self.id, "a request's id", empty=False, error=RequestError)
+        what = f"request {self.id!r}"
+        if isinstance(self.prompt, (str, bytes, bytearray, memoryview)) or not _is_sequence(self.prompt):
+            raise RequestError(f"{what}: the prompt must be a sequence of token ids, got {_short(self.prompt)}")
         if not len(self.prompt):
-            raise RequestError(f"request {self.id!r}: the prompt is empty; send at least one token")
+            raise RequestError(f"{what}: the prompt is empty; send at least one token")
+        for name in ("salt", "adapter"):
+            text(getattr(self, name), f"{what}: {name}", error=RequestError)
+        true_or_false(self.use_cache, f"{what}: use_cache", error=RequestError)
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise RequestError(f"{what}: priority must be a whole number, got {self.priority!r}; lower runs first")
+        if not isinstance(self.stop_tokens, (frozenset, set)) or not all(map(is_word, self.stop_tokens)):
+            raise RequestError(f"{what}: stop_tokens must be a set of token ids, got {self.stop_tokens!r}")
         whole_number(self.max_tokens, f"request {self.id!r}: max_tokens", at_least=1, error=RequestError)
         whole_number(self.n, f"request {self.id!r}: n", at_least=1, error=RequestError)
         if self.n > MOST_FORKS:
@@ -73,8 +93,42 @@ class RequestSpec:
             )
         advice = "0 turns drafting off"
         whole_number(self.k, f"request {self.id!r}: k", at_least=0, advice=advice, error=RequestError)
-        if not 0 <= self.prefilled_tokens < len(self.prompt):
-            raise RequestError(f"request {self.id!r}: prefilled_tokens must lie inside the prompt")
+        whole_number(self.prefilled_tokens, f"{what}: prefilled_tokens", at_least=0, error=RequestError)
+        if self.prefilled_tokens >= len(self.prompt):
+            raise RequestError(f"{what}: prefilled_tokens must lie inside the prompt")
+        self._check_media(what)
+        if self.remote is not None and not isinstance(self.remote, Mapping):
+            raise RequestError(f"{what}: remote must map groups to Intervals, got {self.remote!r}")
+        for group, interval in (self.remote or {}).items():
+            whole_number(group, f"{what}: each group of remote", at_least=0, error=RequestError)
+            checked_interval(interval, f"{what}: remote, group {group},", RequestError)
+
+    def _check_media(self, what: str) -> None:
+        tuple_of(self.media, Media, f"{what}: media", error=RequestError)
+        done = 0
+        for item in self.media:
+            checked_interval(Interval(item.start, item.end), f"{what}: each of media", RequestError)
+            if not done <= item.start < item.end <= len(self.prompt):
+                raise RequestError(
+                    f"{what}: media at [{item.start}, {item.end}) is empty, overlaps what comes before it, or leaves "
+                    f"the prompt of {len(self.prompt)} tokens; give media in order, apart from each other"
+                )
+            if not isinstance(item.digest, bytes) or not item.digest:
+                raise RequestError(f"{what}: media need the digest of their content as bytes, got {item.digest!r}")
+            done = item.end
+
+
+def check_remote(spec: RequestSpec, layout: KVLayout) -> None:
+    """Refuse an offer that this worker's layout could not take."""
+    assert spec.remote is not None
+    unknown = [group for group in spec.remote if group >= len(layout.groups)]
+    if unknown:
+        raise RequestError(
+            f"request {spec.id!r}: remote names group {unknown[0]}, but there are only {len(layout.groups)}; use "
+            "offered_intervals() to make it"
+        )
+    if not set(spec.remote).issuperset(layout.target_groups):
+        raise RequestError(f"request {spec.id!r}: the peer does not hold every target group; prefill it here")
 
 
 @dataclass(slots=True, eq=False)

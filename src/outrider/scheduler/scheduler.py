@@ -14,13 +14,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-from outrider.errors import ConfigError, OutOfPages, RequestError
+from outrider.errors import OutOfPages, RequestError
 from outrider.kv.ledger import Load
 from outrider.kv.manager import KVManager
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
 from outrider.scheduler.plan import StepPlan, StepRow, Update, Verdict
 from outrider.scheduler.planner import Planner
-from outrider.scheduler.request import Request, RequestSpec, State, token_array
+from outrider.scheduler.request import Request, RequestSpec, State, check_remote, token_array
 from outrider.scheduler.roster import Roster
 
 
@@ -31,8 +31,7 @@ def fork_name(request_id: str, number: int) -> str:
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
-        if config.step_in_flight and kv.config.steps_ahead < 2:
-            raise ConfigError("step_in_flight plans two steps ahead, but KVConfig.steps_ahead is 1; set it to 2")
+        config.check_against(kv.layout, kv.config)
         self.config = config
         self.kv = kv
         self.roster = Roster(kv, protect_after=config.protect_after_preemptions)
@@ -95,8 +94,13 @@ class Scheduler:
                 f"request {spec.id!r}: the prompt has {len(spec.prompt)} tokens, but the model's limit is {limit} "
                 "and one must be left to generate; shorten the prompt"
             )
-        if spec.remote is not None and not set(spec.remote).issuperset(self.kv.layout.target_groups):
-            raise RequestError(f"request {spec.id!r}: the peer does not hold every target group; prefill it here")
+        if spec.remote is not None:
+            check_remote(spec, self.kv.layout)
+        elif self.config.role is Role.DECODE:
+            raise RequestError(
+                f"request {spec.id!r} brings no KV from a prefill worker, and this worker only decodes; send it to a "
+                "prefill worker first, or give this worker the role BOTH"
+            )
         if spec.n > 1 and (self.config.role is Role.PREFILL or spec.remote is not None):
             raise RequestError(
                 f"request {spec.id!r}: n = {spec.n} cannot be handed from a prefill to a decode worker; "

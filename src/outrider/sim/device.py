@@ -12,9 +12,10 @@ from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.pages import SINK
 from outrider.kv.plan import PageTables
+from outrider.kv.prefix import Media
 from outrider.sanitizer import Sanitizer
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
-from outrider.sim.oracle import EMPTY_SLOT, FakeModel, Reference, chance, digest
+from outrider.sim.oracle import EMPTY_SLOT, Reference, chance, digest
 
 
 class DeviceRequest:
@@ -24,6 +25,8 @@ class DeviceRequest:
         self.tokens = array("I", prompt)
         self.seed = seed
         self.reference = reference
+        self.model = reference.model
+        self.inputs = reference.inputs
         self.drafts: list[int] = []
 
 
@@ -32,7 +35,6 @@ class FakeDevice:
         self,
         layout: KVLayout,
         config: KVConfig,
-        model: FakeModel,
         sanitizer: Sanitizer,
         *,
         acceptance: float,
@@ -40,7 +42,6 @@ class FakeDevice:
         on_stale_draft: Callable[[str, int], None],
     ) -> None:
         self.layout = layout
-        self.model = model
         self.requests: dict[str, DeviceRequest] = {}
         self.memory: list[list[list[bytes]]] = []
         slots = [1] * len(config.arena_pages)
@@ -56,9 +57,15 @@ class FakeDevice:
 
     # ---- requests ----------------------------------------------------------------------------------
 
-    def add(self, request: str, device_request: DeviceRequest, namespace: tuple[str, str]) -> None:
+    def add(
+        self,
+        request: str,
+        device_request: DeviceRequest,
+        namespace: tuple[str, str],
+        media: tuple[Media, ...] = (),
+    ) -> None:
         self.requests[request] = device_request
-        self._sanitizer.track(request, device_request.tokens, namespace)
+        self._sanitizer.track(request, device_request.tokens, namespace, media)
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -87,7 +94,7 @@ class FakeDevice:
         self, row: StepRow, request: DeviceRequest
     ) -> tuple[tuple[int, ...], dict[int, bytes], tuple[int, ...]]:
         """Target rows in order; returns the samples, the taps per position, and first tokens of forks."""
-        layout, model = self.layout, self.model
+        layout, model = self.layout, request.model
         first, end = row.start - row.tap_rows, row.start + row.num_rows
         known = end - row.drafts
         tables = [self.tables.table(row.request, g) for g in layout.target_groups]
@@ -98,6 +105,7 @@ class FakeDevice:
         still_right = True
         for position in range(first, end):
             token = request.tokens[position] if position < known else request.drafts[position - known]
+            fed = request.inputs.at(position, token)
             context = digest(
                 *(
                     self._gather(g, tables[g], Interval(layout.groups[g].kind.first_key(position), position))
@@ -106,16 +114,16 @@ class FakeDevice:
             )
             if position >= row.kept_from:
                 for group in layout.target_groups:
-                    self._scatter(group, tables[group], position, model.target_slot(group, token, context))
-            taps[position] = model.tap(token, context)
+                    self._scatter(group, tables[group], position, model.target_slot(group, fed, context))
+            taps[position] = model.tap(fed, context)
             if row.samples and position >= known - 1 and still_right:
-                choice = model.next_token(token, context, request.seed, position)
+                choice = model.next_token(fed, context, request.seed, position)
                 sampled.append(choice)
                 draft = position - known + 1
                 still_right = draft < row.drafts and request.drafts[draft] == choice
             if row.samples > 1 and position == known - 1:
                 others = tuple(
-                    model.next_token(token, context, fork_seed(request.seed, number), position)
+                    model.next_token(fed, context, fork_seed(request.seed, number), position)
                     for number in range(1, row.samples)
                 )
         return tuple(sampled), taps, others
@@ -146,7 +154,7 @@ class FakeDevice:
         """Write the durable slots of the drafter for newly committed tokens."""
         if not row.feeds:
             return
-        layout, model, footprint = self.layout, self.model, self.layout.footprint
+        layout, model, footprint = self.layout, request.model, self.layout.footprint
         interval = footprint.feed(durable_end=row.draft_end, v=v, accepted=accepted, proposed=row.proposed)
         kept = Interval(row.draft_end, interval.start)
         if row.feed_to is not None:
@@ -169,9 +177,10 @@ class FakeDevice:
         for position in range(interval.start, interval.end):
             if footprint.rebuild:
                 own = self._draft_context(row.request, tables, position, position)
-                values = {g: model.token_slot(g, request.tokens[position], own) for g in tables}
+                fed = request.inputs.at(position, request.tokens[position])
+                values = {g: model.token_slot(g, fed, own) for g in tables}
             else:
-                later = request.tokens[position + 1 : position + 1 + footprint.token_reach]
+                later = request.inputs.between(request.tokens, position + 1, position + 1 + footprint.token_reach)
                 values = {g: model.tapped_slot(g, taps.get(position, EMPTY_SLOT), later) for g in tables}
             for group, value in values.items():
                 self._scatter(group, tables[group], position, value)
@@ -215,7 +224,7 @@ class FakeDevice:
         truth = request.reference.token(position)
         if right and chance(self._seed, "accept", request.seed, position) < self._acceptance:
             return truth
-        return (truth + 1) % self.model.vocabulary
+        return (truth + 1) % request.model.vocabulary
 
     def _write_scratch(self, name: str, request: DeviceRequest, tables: dict[int, list[int]], v: int, k: int) -> None:
         footprint = self.layout.footprint
@@ -228,7 +237,8 @@ class FakeDevice:
         for number, position in enumerate(range(scratch.start, scratch.end)):
             if footprint.rebuild:
                 own = self._draft_context(name, tables, position, position)
-                values = {g: self.model.token_slot(g, request.drafts[number], own) for g in tables}
+                fed = request.inputs.at(position, request.drafts[number])
+                values = {g: request.model.token_slot(g, fed, own) for g in tables}
             else:
                 values = {g: digest(b"scratch", bytes([number])) for g in tables}
             for group, value in values.items():

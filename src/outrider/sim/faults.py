@@ -16,14 +16,16 @@ class TransferFate:
     kinds: tuple[str, ...] = ()
 
 
-def transfer_fate(scenario: Scenario, request: str, name: str) -> TransferFate:
+def transfer_fate(scenario: Scenario, request: str, name: str, *, from_tier: bool = False) -> TransferFate:
     """Most transfers are quick; some are late (past a deadline or a lease), fail, or report twice."""
     seed = scenario.seed
-    delay = 1 + int(6 * chance(seed, "delay", request, name))
+    # All transfers of one request may be so quick that they land before the step that copies for it has run.
+    quick = chance(seed, "quick", request) < 0.25
+    delay = 0 if quick else 1 + int(6 * chance(seed, "delay", request, name))
     if chance(seed, "fault", request, name) >= scenario.transfer_faults:
         return TransferFate(delay)
     choice = int(4 * chance(seed, "kind", request, name))
-    if choice == 0:
+    if choice == 0 or (from_tier and choice == 1):  # a tier never reports twice
         return TransferFate(delay, failed=True, kinds=("transfer_failed",))
     if choice == 1:
         return TransferFate(delay, duplicated=True, kinds=("transfer_duplicated",))

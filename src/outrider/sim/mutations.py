@@ -9,30 +9,42 @@ from typing import Any
 from outrider.kv.footprint import Proposing
 from outrider.sanitizer.faults import MUTATIONS, Mutation
 from outrider.sim.campaign import run_scenario
-from outrider.sim.scenario import Scenario, draw
+from outrider.sim.scenario import WEIGHTS, Scenario, draw
 from outrider.sim.world import Failure
 
-MOST_SCENARIOS = 400
+MOST_SCENARIOS = 1000
 """Scenarios tried for one mutation before it counts as missed."""
 
 
 def traits(scenario: Scenario) -> frozenset[str]:
     """What a scenario can exercise, in the words that mutations use."""
-    footprint = scenario.layout().footprint
+    layout = scenario.layout()
+    footprint = layout.footprint
     drafting = any(request.k for request in scenario.requests)
     found = {
         "drafts": bool(footprint.groups) and drafting,
         "block": footprint.proposing is Proposing.BLOCK and drafting,
+        "taps": bool(footprint.taps) and drafting,
         "reach": footprint.token_reach > 0,
         "keeps": footprint.keeps_accepted and drafting,
         "limit": footprint.max_len is not None,
+        "shared_arena": bool({spec.page_bytes for spec in layout.target} & {spec.page_bytes for spec in footprint.groups}),
         "sliding": any(group.window for group in scenario.target),
         "split": scenario.split,
+        "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
+        "tier": scenario.tier_share > 0,
+        "loads": scenario.split or scenario.tier_share > 0,
         "transfer_faults": scenario.transfer_faults > 0,
         "in_flight": scenario.step_in_flight,
         "abort": any(fault.kind == "abort" for fault in scenario.faults),
         "fork": any(request.n > 1 for request in scenario.requests) and not scenario.split,
         "salt": len({request.salt for request in scenario.requests}) > 1,
+        "adapter": len({request.adapter for request in scenario.requests}) > 1,
+        "media": any(request.media for request in scenario.requests),
+        # Small pages, long drafts, and none to spare: a request that loses its drafter has pages left over.
+        "surplus": scenario.arena_slack < 1
+        and all(1 < group.page_tokens < 5 for group in scenario.target)
+        and any(request.k > 3 for request in scenario.requests),
         "tight": scenario.arena_slack < 1,
     }
     return frozenset(name for name, holds in found.items() if holds)

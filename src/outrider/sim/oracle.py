@@ -4,13 +4,14 @@ Every slot holds eight bytes, a hash of what a real slot would depend on. The de
 it gathers through page tables; the oracle computes the same functions densely, from a token list, with no
 pages at all. A wrong slot therefore gives a wrong token, and goes on giving wrong ones.
 
+    input(p)    = token p, or at media positions what is shown there
     context(p)  = H( per target group: slots [first_key(p), p) )
-    slot(g, p)  = H( g, token p, context(p) )          tap(p) = H( token p, context(p) )
-    next token  = H( token p, context(p), seed, p ) mod vocabulary
+    slot(g, p)  = H( weights, g, input p, context(p) )          tap(p) = H( weights, input p, context(p) )
+    next token  = H( weights, input p, context(p), seed, p ) mod vocabulary
 
-A drafter fed from taps stores H(g, tap(p), tokens p+1 .. p+reach); one fed from tokens stores H(g, token p,
-its own context). What it gathers before proposing must equal the oracle's own gathering; only then does it
-know the right continuation, which it proposes with the scenario's acceptance rate.
+An adapter is part of the weights. A drafter fed from taps stores H(g, tap(p), inputs p+1 .. p+reach); one fed
+from tokens stores H(g, input p, its own context). What it gathers before proposing must equal the oracle's own
+gathering; only then does it know the right continuation, which it proposes with the scenario's acceptance rate.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from outrider.kv.layout import KVLayout
+from outrider.kv.prefix import Media
 
 SLOT_BYTES = 8
 EMPTY_SLOT = bytes(SLOT_BYTES)
@@ -41,37 +43,57 @@ def chance(*parts: object) -> float:
     return int.from_bytes(data, "little") / 2**64
 
 
-class FakeModel:
-    """The functions that both the device and the oracle evaluate."""
+class Inputs:
+    """What a model is fed at each position: the token's word, or at media positions what is shown there."""
 
-    def __init__(self, layout: KVLayout, vocabulary: int) -> None:
+    def __init__(self, media: Sequence[Media] = ()) -> None:
+        self._shown = {
+            position: digest(b"media", item.digest, word(position - item.start))
+            for item in media
+            for position in range(item.start, item.end)
+        }
+
+    def at(self, position: int, token: int) -> bytes:
+        return self._shown.get(position) or word(token)
+
+    def between(self, tokens: Sequence[int], start: int, end: int) -> list[bytes]:
+        """Inputs of positions [start, end), as far as their tokens are known."""
+        return [self.at(position, token) for position, token in enumerate(tokens[start:end], start=start)]
+
+
+class FakeModel:
+    """The functions that both the device and the oracle evaluate; `weights` name the model and its adapter."""
+
+    def __init__(self, layout: KVLayout, vocabulary: int, weights: str) -> None:
         self.layout = layout
         self.vocabulary = vocabulary
+        self._weights = digest(weights.encode())
         self._group_bytes = [word(group) for group in range(len(layout.groups))]
 
-    def target_slot(self, group: int, token: int, context: bytes) -> bytes:
-        return digest(b"kv", self._group_bytes[group], word(token), context)
+    def target_slot(self, group: int, fed: bytes, context: bytes) -> bytes:
+        return digest(b"kv", self._weights, self._group_bytes[group], fed, context)
 
-    def tap(self, token: int, context: bytes) -> bytes:
-        return digest(b"tap", word(token), context)
+    def tap(self, fed: bytes, context: bytes) -> bytes:
+        return digest(b"tap", self._weights, fed, context)
 
-    def next_token(self, token: int, context: bytes, seed: int, position: int) -> int:
+    def next_token(self, fed: bytes, context: bytes, seed: int, position: int) -> int:
         # Token 0 ends a text; it comes up often enough to matter and rarely enough to let texts grow.
-        value = int.from_bytes(digest(b"out", word(token), context, word(seed), word(position)), "little")
+        value = int.from_bytes(digest(b"out", self._weights, fed, context, word(seed), word(position)), "little")
         return value % self.vocabulary
 
-    def tapped_slot(self, group: int, tap: bytes, later: Sequence[int]) -> bytes:
-        return digest(b"draft", self._group_bytes[group], tap, *map(word, later))
+    def tapped_slot(self, group: int, tap: bytes, later: Sequence[bytes]) -> bytes:
+        return digest(b"draft", self._group_bytes[group], tap, *later)
 
-    def token_slot(self, group: int, token: int, context: bytes) -> bytes:
-        return digest(b"draft", self._group_bytes[group], word(token), context)
+    def token_slot(self, group: int, fed: bytes, context: bytes) -> bytes:
+        return digest(b"draft", self._group_bytes[group], fed, context)
 
 
 class DenseSequence:
     """One token sequence, computed without pages: the reference for everything a device gathers."""
 
-    def __init__(self, model: FakeModel) -> None:
+    def __init__(self, model: FakeModel, inputs: Inputs) -> None:
         self.model = model
+        self.inputs = inputs
         self.tokens: list[int] = []
         self._slots: list[list[bytes]] = [[] for _ in model.layout.groups]
         self._taps: list[bytes] = []
@@ -84,15 +106,16 @@ class DenseSequence:
     def _add(self, token: int) -> None:
         model, layout, position = self.model, self.model.layout, len(self.tokens)
         context = digest(*(self._window(g, position, position) for g in layout.target_groups))
+        fed = self.inputs.at(position, token)
         self.tokens.append(token)
         self.contexts.append(context)
         for group in layout.target_groups:
-            self._slots[group].append(model.target_slot(group, token, context))
-        self._taps.append(model.tap(token, context))
+            self._slots[group].append(model.target_slot(group, fed, context))
+        self._taps.append(model.tap(fed, context))
         if layout.footprint.rebuild:
             own = self._draft_context(position, position, [0] * len(layout.groups))
             for group in layout.draft_groups:
-                self._slots[group].append(model.token_slot(group, token, own))
+                self._slots[group].append(model.token_slot(group, fed, own))
         elif layout.footprint.groups:
             self._feed_from_taps()
 
@@ -102,7 +125,7 @@ class DenseSequence:
             slots = self._slots[group]
             while len(slots) + reach < len(self.tokens):
                 place = len(slots)
-                later = self.tokens[place + 1 : place + 1 + reach]
+                later = self.inputs.between(self.tokens, place + 1, place + 1 + reach)
                 slots.append(self.model.tapped_slot(group, self._taps[place], later))
 
     def _window(self, group: int, query: int, end: int, low: int = 0) -> bytes:
@@ -115,7 +138,8 @@ class DenseSequence:
     def next_token(self, seed: int) -> int:
         """What the target says after all tokens so far."""
         last = len(self.tokens) - 1
-        return self.model.next_token(self.tokens[last], self.contexts[last], seed, last)
+        fed = self.inputs.at(last, self.tokens[last])
+        return self.model.next_token(fed, self.contexts[last], seed, last)
 
     def draft_context(self, v: int, lows: Sequence[int]) -> bytes:
         """What a drafter must gather before it proposes from v."""
@@ -125,8 +149,10 @@ class DenseSequence:
 class Reference:
     """The right continuation of one request, made as far as anybody asks."""
 
-    def __init__(self, model: FakeModel, prompt: Sequence[int], seed: int) -> None:
-        self.dense = DenseSequence(model)
+    def __init__(self, model: FakeModel, prompt: Sequence[int], seed: int, inputs: Inputs) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.dense = DenseSequence(model, inputs)
         self.dense.extend(prompt)
         self.prompt_len = len(prompt)
         self._seed = seed

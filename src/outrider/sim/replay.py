@@ -12,6 +12,8 @@ from typing import Any
 from outrider.errors import TraceError
 from outrider.sanitizer.faults import MUTATIONS, mutation_named
 from outrider.sim.campaign import run_scenario
+from outrider.sim.plain import read
+from outrider.sim.reading import read_scenario
 from outrider.sim.scenario import RequestDraw, Scenario
 from outrider.sim.world import Failure, Result
 
@@ -45,16 +47,16 @@ class Trace:
             raise TraceError(f"{path} is not a trace: {error}; give the file that a failing run wrote") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("scenario"), dict):
             raise TraceError(f"{path} is not a trace of format {FORMAT}; was it written by another version?")
-        failure = data.get("failure")
-        try:
-            return cls(
-                scenario=Scenario.from_json(data["scenario"]),
-                mutation=data.get("mutation"),
-                failure=Failure(**failure) if failure else None,
-                digest=str(data.get("digest", "")),
-            )
-        except TypeError as error:
-            raise TraceError(f"{path} is not a complete trace: {error}") from error
+        failure, mutation, digest = data.get("failure"), data.get("mutation"), data.get("digest", "")
+        for name, value in (("mutation", mutation), ("digest", digest)):
+            if not isinstance(value, str) and not (name == "mutation" and value is None):
+                raise TraceError(f"{path}: {name} must be text, got {value!r}; give the file that a failing run wrote")
+        return cls(
+            scenario=read_scenario(data["scenario"], f"{path}: scenario"),
+            mutation=mutation,
+            failure=read(Failure, failure, f"{path}: failure") if failure is not None else None,
+            digest=digest,
+        )
 
 
 def mutated(name: str | None) -> AbstractContextManager[None]:
@@ -132,8 +134,12 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 def _simpler_requests(request: RequestDraw) -> Iterator[RequestDraw]:
     if len(request.prompt) > 1:
-        yield replace(request, prompt=request.prompt[: len(request.prompt) // 2])
-        yield replace(request, prompt=request.prompt[:-1])
+        yield request.with_prompt(request.prompt[: len(request.prompt) // 2])
+        yield request.with_prompt(request.prompt[:-1])
+    for number in range(len(request.media)):
+        yield replace(request, media=request.media[:number] + request.media[number + 1 :])
+    if request.adapter:
+        yield replace(request, adapter="")
     if request.max_tokens > 1:
         yield replace(request, max_tokens=request.max_tokens // 2)
     if request.n > 1:

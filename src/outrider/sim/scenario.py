@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any
 
-from outrider.errors import TraceError
 from outrider.kv.footprint import GroupSpec, KVFootprint
 from outrider.kv.groups import group_kind
 from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.prefix import CacheIdentity, Media
 from outrider.kv.sizing import worst_case_pages
+from outrider.scheduler import LoadFailure, RequestSpec, Role, SchedulerConfig
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
+
+STOP_TOKENS = frozenset({0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +40,53 @@ class RequestDraw:
     priority: int = 0
     n: int = 1
     salt: str = ""
+    adapter: str = ""
+    media: tuple[tuple[int, int, str], ...] = ()
+    """(start, end, what is shown there), in order and apart from each other."""
     stops: bool = True
     use_cache: bool = True
+
+    @property
+    def items(self) -> tuple[Media, ...]:
+        return tuple(Media(start, end, shown.encode()) for start, end, shown in self.media)
+
+    def spec(self, **others: Any) -> RequestSpec:
+        """What a worker is asked for; `others` are fields that depend on the worker."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "k": self.k,
+            "priority": self.priority,
+            "n": self.n,
+            "salt": self.salt,
+            "adapter": self.adapter,
+            "media": self.items,
+            "stop_tokens": STOP_TOKENS if self.stops else frozenset(),
+            "use_cache": self.use_cache,
+        }
+        return RequestSpec(**(fields | others))
+
+    def with_prompt(self, prompt: tuple[int, ...]) -> RequestDraw:
+        """The same request with a shorter prompt: media past its end go."""
+        kept = tuple((s, min(e, len(prompt)), shown) for s, e, shown in self.media if s < len(prompt))
+        return replace(self, prompt=prompt, media=kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultDraw:
-    """An event from outside: a request is aborted, or a worker dies."""
+    """An event from outside: a request is aborted, a worker dies, or its prefix cache is emptied."""
 
     at: int
     kind: str
+    """One of OUTSIDE_FAULTS."""
     target: str
+    """A request for "abort", else a worker."""
+
+
+WEIGHTS = "sim"
+
+OUTSIDE_FAULTS = ("abort", "death", "reset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +99,8 @@ class Scenario:
     """Page sizes of the prefill worker's target groups; empty: one worker does both."""
     peer_draft_pages: tuple[int, ...] = ()
     peer_drafts: bool = True
+    peer_weights: str = WEIGHTS
+    """What the prefill worker runs; a decode worker refuses KV of other weights than its own."""
     drafter_max_len: int | None = None
     max_model_len: int = 256
     arena_slack: float = 4.0
@@ -106,14 +147,26 @@ class Scenario:
             return KVLayout(target=specs)
         return KVLayout(target=specs, footprint=self.footprint(draft))
 
-    def kv_config(self, layout: KVLayout) -> KVConfig:
+    def scheduler_config(self, role: Role) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_chunk_tokens=self.max_chunk_tokens,
+            role=role,
+            step_in_flight=self.step_in_flight,
+            load_failure=LoadFailure(self.load_failure),
+        )
+
+    def kv_config(self, layout: KVLayout, *, peer: bool = False) -> KVConfig:
         """Memory for the largest request, and the slack on top."""
         roomy = KVConfig(
+            identity=CacheIdentity(weights=self.peer_weights if peer else WEIGHTS),
             arena_pages=(1 << 20,) * len(layout.arena_page_bytes),
             max_model_len=self.max_model_len,
             step_tokens=min(self.max_chunk_tokens, self.max_num_batched_tokens),
             steps_ahead=2 if self.step_in_flight else 1,
             prefix_caching=self.prefix_caching,
+            keep_margin=layout.margin if peer else 0,
         )
         if self.one_by_one:
             return replace(roomy, arena_pages=self._ample_pages(layout))
@@ -140,31 +193,6 @@ class Scenario:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Scenario:
-        """Read back as_json(); refuses what it does not know."""
-        parts: dict[str, Any] = dict(data)
-        try:
-            for name, part in (
-                ("target", GroupDraw),
-                ("draft", GroupDraw),
-                ("requests", RequestDraw),
-                ("faults", FaultDraw),
-            ):
-                parts[name] = tuple(part(**_tuples(item)) for item in parts.get(name, ()))
-            scenario = cls(**_tuples(parts))
-            scenario.layout()
-            if scenario.split:
-                scenario.layout(peer=True)
-            return scenario
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
-            known = ", ".join(f.name for f in fields(cls))
-            raise TraceError(f"not a scenario of this version: {error}; known fields: {known}") from error
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 8, 16)
@@ -271,6 +299,60 @@ class Drawing:
         return tuple(faults)
 
 
+def with_extras(scenario: Scenario, random: Random) -> Scenario:
+    """What is drawn apart from the rest, so that a new kind of event leaves older scenarios as they were."""
+    faults = scenario.faults
+    if not scenario.one_by_one and random.random() < (0.5 if scenario.tier_share else 0.05):
+        # With a second tier everything is loaded back from there.
+        faults += (FaultDraw(at=random.randint(5, 40), kind="reset", target="decode"),)
+    requests = scenario.requests
+    if random.random() < 0.25:
+        requests = tuple(replace(request, adapter=random.choice(("", "", "formal"))) for request in requests)
+    if random.random() < 0.3:
+        requests = with_media(requests, random)
+    if scenario.draft and not scenario.one_by_one and random.random() < 0.1:
+        scenario, requests = squeezed(scenario, requests, random)
+    peer_weights = "another" if scenario.split and random.random() < 0.05 else WEIGHTS
+    return replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights)
+
+
+def squeezed(
+    scenario: Scenario, requests: tuple[RequestDraw, ...], random: Random
+) -> tuple[Scenario, tuple[RequestDraw, ...]]:
+    """Long drafts on small pages, and too few of them: drafters are dropped while their requests decode."""
+    target = []
+    for group in scenario.target:
+        page_tokens = random.choice((2, 3, 4))
+        equal = group.page_tokens * group.slot_bytes == EQUAL_PAGE_BYTES
+        slot_bytes = EQUAL_PAGE_BYTES // page_tokens if equal else group.slot_bytes
+        target.append(replace(group, page_tokens=page_tokens, slot_bytes=slot_bytes))
+    requests = tuple(replace(r, k=random.choice((4, 6)), max_tokens=random.randint(12, 30)) for r in requests)
+    return replace(scenario, target=tuple(target), arena_slack=random.choice((0.0, 0.25))), requests
+
+
+PLACEHOLDER = 9
+"""The token id at every media position: only the content tells them apart."""
+
+
+def with_media(requests: tuple[RequestDraw, ...], random: Random) -> tuple[RequestDraw, ...]:
+    """Put media into all prompts at the same places, so that prompts which share them share their pages."""
+    places, start = [], 0
+    for _ in range(random.choice((1, 1, 2, 3))):
+        start += random.randint(0, 9)
+        end = start + random.choice((1, 2, 5, 9))
+        places.append((start, end))
+        start = end
+    out = []
+    for request in requests:
+        prompt = list(request.prompt)
+        for start, end in places:
+            prompt[start:end] = [PLACEHOLDER] * len(prompt[start:end])
+        media = tuple((start, end, random.choice(("cat", "cat", "dog"))) for start, end in places)
+        out.append(replace(request, media=media).with_prompt(tuple(prompt)))
+    return tuple(out)
+
+
 def draw(seed: int, index: int) -> Scenario:
     """Scenario number `index` of a seed."""
-    return Drawing(Random(f"outrider:{seed}:{index}"), seed=seed * 1_000_003 + index).scenario()
+    scenario = Drawing(Random(f"outrider:{seed}:{index}"), seed=seed * 1_000_003 + index).scenario()
+    return with_extras(scenario, Random(f"outrider:{seed}:{index}:extras"))

@@ -28,18 +28,22 @@ class Pull:
     request: str
     landing: list[int] = field(default_factory=list)
     """Ticks at which data may still land."""
+    cancelled: bool = False
+    """Its handle is destroyed: nothing lands any more."""
 
 
 class Transfers:
     def __init__(self, world: World) -> None:
         self._world = world
+        self._pulls: dict[tuple[str, str], Pull] = {}
+        """The latest pull of each (engine, request)."""
 
     # ---- hand-off from prefill to decode -----------------------------------------------------------
 
     def hand_off(self, worker: Worker, ticket: Ticket) -> None:
         request = worker.scheduler.requests[ticket.draw.id]
         lease = worker.leases.grant(ticket.draw.id, self._world.now)
-        names = signatures(worker.layout)
+        names = signatures(worker.layout, worker.kv.config.identity)
         groups = {
             names[group]: OfferedGroup(
                 interval, tuple(request.kv.groups[group].pages), worker.layout.groups[group].page_tokens
@@ -82,10 +86,12 @@ class Transfers:
 
     def start_loads(self, worker: Worker, request: str, loads: tuple[Load, ...]) -> None:
         ticket, pull = self._world.tickets[request], Pull(request)
+        self._pulls[worker.engine, request] = pull
         epoch = worker.scheduler.requests[request].epoch
         fates: list[TransferFate] = []
         for number, load in enumerate(loads):
-            fate = transfer_fate(self._world.scenario, request, f"{worker.engine}:{epoch}:{number}")
+            name = f"{worker.engine}:{epoch}:{number}"
+            fate = transfer_fate(self._world.scenario, request, name, from_tier=load.key is not None)
             fates.append(fate)
             for kind in fate.kinds:
                 self._world.result.faults[kind] += 1
@@ -98,13 +104,18 @@ class Transfers:
         order = [fate.delay for fate in fates]
         self._world.result.faults["transfer_reordered"] += order != sorted(order)
         self._world.at(DEADLINE_TICKS, lambda: self._deadline(worker, pull, epoch))
+        # Some callers lose patience while their KV is on its way, before or after the step that copies has run.
+        patience = chance(self._world.scenario.seed, "patience", request, worker.engine)
+        if patience < self._world.scenario.transfer_faults / 3:
+            self._world.at(int(6 * patience / self._world.scenario.transfer_faults), lambda: self._world.abort(request))
 
     def _start_tier_load(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
         self._world.at(fate.delay, lambda: self._tier_landed(worker, pull, load, fate))
 
     def _start_pull(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate, offer: Offer) -> None:
         sequence = worker.kv.sequences[pull.request]
-        runs = plan_pull(worker.layout, load, offer, sequence.groups[load.group].pages)
+        table = sequence.groups[load.group].pages
+        runs = plan_pull(worker.layout, worker.kv.config.identity, load, offer, table)
 
         def land() -> None:
             self._pull_landed(worker, pull, load, fate, offer, runs)
@@ -123,13 +134,14 @@ class Transfers:
         runs: tuple[SlotRun, ...],
     ) -> None:
         """Data arrives from the prefill worker, which must then confirm that its lease held."""
-        if not worker.alive:
+        if not worker.alive or pull.cancelled:
             return
         source = self._world.workers["prefill"]
         if fate.failed or source.engine != offer.engine:
             self._load_failed(worker, pull, load)
             return
-        group = signatures(source.layout).index(signatures(worker.layout)[load.group])
+        name = worker.layout.groups[load.group].name
+        group = next(g for g, spec in enumerate(source.layout.groups) if spec.name == name)
         source_memory = source.device.memory[source.layout.arena_of[group]]
         memory = worker.device.memory[worker.layout.arena_of[load.group]]
         for run in runs:
@@ -146,7 +158,7 @@ class Transfers:
             self._load_failed(worker, pull, load)
 
     def _tier_landed(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
-        if not worker.alive:
+        if not worker.alive or pull.cancelled:
             return
         assert self._world.tier is not None and load.key is not None
         page = self._world.tier.get(load.group, load.key)
@@ -168,7 +180,7 @@ class Transfers:
         self._arrived(worker, pull, load)
 
     def _arrived(self, worker: Worker, pull: Pull, load: Load) -> None:
-        if worker.alive:
+        if worker.alive and not pull.cancelled:
             worker.scheduler.load_arrived(pull.request, load)
             self._after_load(worker, pull)
 
@@ -192,6 +204,18 @@ class Transfers:
         self._world.result.faults["transfer_lost"] += 1
         self.quarantine(worker, pull, worker.scheduler.load_lost(pull.request))
         self._after_load(worker, pull)
+
+    def quarantine_aborted(self, worker: Worker, request: str, aside: list[tuple[int, list[int]]]) -> None:
+        """Some transports can cancel a transfer, others can only wait until it cannot land any more."""
+        pull = self._pulls.pop((worker.engine, request), None)
+        if pull is None or not aside:
+            return
+        if chance(self._world.scenario.seed, "cancel", request, worker.engine) < 0.5:
+            self._world.result.faults["transfer_cancelled"] += 1
+            pull.cancelled = True
+            worker.kv.restore_quarantined(aside)
+        else:
+            self.quarantine(worker, pull, aside)
 
     def quarantine(self, worker: Worker, pull: Pull, aside: list[tuple[int, list[int]]]) -> None:
         def destroy() -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit
 from outrider.sanitizer import Mode, Sanitizer
-from outrider.scheduler import LoadFailure, Role, Scheduler, SchedulerConfig, StepPlan, Update, Verdict
+from outrider.scheduler import Role, Scheduler, StepPlan, Update, Verdict
 from outrider.sim.device import FakeDevice
-from outrider.sim.oracle import FakeModel
 from outrider.sim.scenario import Scenario
 from outrider.sim.tier import FakeTier
 from outrider.transfer.connector import LeaseBook
@@ -27,11 +26,15 @@ class WatchingSanitizer(Sanitizer):
         super().__init__(layout, config, mode=mode)
         self.hits: list[tuple[str, int]] = []
         self.hit_mismatches = 0
+        self.media_hits = 0
+        self.adapter_hits = 0
         self.new_pages: list[tuple[int, int, bytes]] = []
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         assert self._manager is not None
         self.hits.append((sequence.id, hit.end))
+        self.media_hits += any(item.start < hit.end for item in sequence.chain.media)
+        self.adapter_hits += bool(sequence.namespace[0]) and hit.end > 0
         limit = len(sequence.tokens) - 1 if use_cache else 0
         alone, _views = self._manager.search(sequence, limit, draft=False)
         self.hit_mismatches += alone.end != hit.end
@@ -66,9 +69,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         scenario = self.scenario
-        config = scenario.kv_config(self.layout)
-        if self.role is Role.PREFILL:
-            config = replace(config, keep_margin=self.layout.margin)
+        config = scenario.kv_config(self.layout, peer=self.role is Role.PREFILL)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
         self.kv = KVManager(
             self.layout, config, observer=self.sanitizer, tiers=(self.tier,) if self.tier is not None else ()
@@ -76,21 +77,10 @@ class Worker:
         self.sanitizer.bind(self.kv)
         if self.tier is not None:
             self.sanitizer.tier_holds = self.tier.holds_identity
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=scenario.max_num_seqs,
-                max_num_batched_tokens=scenario.max_num_batched_tokens,
-                max_chunk_tokens=scenario.max_chunk_tokens,
-                role=self.role,
-                step_in_flight=scenario.step_in_flight,
-                load_failure=LoadFailure(scenario.load_failure),
-            ),
-            self.kv,
-        )
+        self.scheduler = Scheduler(scenario.scheduler_config(self.role), self.kv)
         self.device = FakeDevice(
             self.layout,
             config,
-            FakeModel(self.layout, scenario.vocabulary),
             self.sanitizer,
             acceptance=scenario.acceptance,
             seed=scenario.seed,
@@ -126,6 +116,11 @@ class Worker:
         flight = self.flying.pop(0)
         assert flight.verdict is not None
         updates = self.scheduler.commit(flight.plan, flight.verdict)
+        for row in flight.plan.rows:
+            request = self.scheduler.requests.get(row.request)
+            if request is not None and request.epoch == row.epoch:
+                rows_ahead = sum(ahead.num_rows for ahead in request.flight)
+                self.sanitizer.check_surplus(request.kv, k=request.k, rows_ahead=rows_ahead)
         if any(update.finish for update in updates):
             self.sanitizer.check_conservation()
         return updates

@@ -13,18 +13,17 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heappop, heappush
 
-from outrider.errors import InvariantViolation, RequestError
-from outrider.scheduler import RequestSpec, Role, State, StepPlan, Update, Verdict
+from outrider.errors import InvariantViolation, RequestError, TransferError
+from outrider.scheduler import Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
-from outrider.sim.oracle import FakeModel, Reference
-from outrider.sim.scenario import RequestDraw, Scenario
+from outrider.sim.oracle import FakeModel, Inputs, Reference, chance
+from outrider.sim.scenario import STOP_TOKENS, RequestDraw, Scenario
 from outrider.sim.tier import FakeTier
-from outrider.sim.transfers import DEADLINE_TICKS, Pull, Transfers
+from outrider.sim.transfers import Transfers
 from outrider.sim.worker import Worker
 from outrider.transfer.connector import Offer, offered_intervals
 
 MAX_STEPS = 6_000
-STOP_TOKENS = frozenset({0})
 
 
 class WrongOutput(Exception):
@@ -80,13 +79,13 @@ class World:
         self._event_count = 0
         self._hash = blake2b(digest_size=16)
         self._incarnations: Counter[str] = Counter()
-        self._references: dict[tuple[str, tuple[int, ...], int], Reference] = {}
+        self._references: dict[tuple[str, str, int], Reference] = {}
         self._ticking: set[str] = set()
         self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
         self._transfers = Transfers(self)
-        tier = scenario.tier_share > 0
-        self.tier = FakeTier(capacity_pages=24) if tier else None
+        roomy = chance(scenario.seed, "tier") < 0.5
+        self.tier = FakeTier(capacity_pages=400 if roomy else 24) if scenario.tier_share > 0 else None
         self.workers = {"decode": self._make("decode")}
         if scenario.split:
             self.workers["prefill"] = self._make("prefill")
@@ -161,6 +160,8 @@ class World:
         result.faults["preemption"] += scheduler.num_preemptions
         result.faults["page_shortage"] += scheduler.num_stalls
         result.faults["draft_groups_dropped"] += worker.kv.dropped_drafts
+        result.faults["media_hit"] += worker.sanitizer.media_hits
+        result.faults["adapter_hit"] += worker.sanitizer.adapter_hits
         result.hit_mismatches += worker.sanitizer.hit_mismatches
         result.hits += worker.sanitizer.hits
         result.drafts += scheduler.num_draft_tokens
@@ -179,7 +180,7 @@ class World:
         if self.scenario.one_by_one and self.tickets:
             self._submit(next(iter(self.tickets.values())))
         for fault in self.scenario.faults:
-            action = self._abort if fault.kind == "abort" else self._kill
+            action = {"abort": self.abort, "death": self._kill, "reset": self._reset_cache}[fault.kind]
             self.at(fault.at, lambda action=action, target=fault.target: action(target))  # type: ignore[misc]
 
     def _loop(self) -> None:
@@ -257,25 +258,18 @@ class World:
             return
         remote = None
         if prefilled and ticket.offer is not None:
-            remote = offered_intervals(worker.layout, ticket.offer)
+            try:
+                remote = offered_intervals(worker.layout, worker.kv.config.identity, ticket.offer)
+            except TransferError:
+                self.result.faults["peer_refused"] += 1
+                self._transfers.end_lease(ticket.offer)
+                self._done(ticket)
+                return
             missing = len(worker.layout.groups) - len(remote)
             self.result.faults["peer_without_drafter"] += missing > 0
         try:
-            worker.scheduler.add(
-                RequestSpec(
-                    id=draw.id,
-                    prompt=tokens,
-                    max_tokens=draw.max_tokens,
-                    k=draw.k,
-                    priority=draw.priority,
-                    n=1 if self.scenario.split else draw.n,
-                    salt=draw.salt,
-                    stop_tokens=STOP_TOKENS if draw.stops else frozenset(),
-                    use_cache=draw.use_cache,
-                    remote=remote,
-                    prefilled_tokens=prefilled,
-                )
-            )
+            n = 1 if self.scenario.split else draw.n
+            worker.scheduler.add(draw.spec(prompt=tokens, n=n, remote=remote, prefilled_tokens=prefilled))
         except RequestError:
             self.result.faults["refused"] += 1
             self._done(ticket)
@@ -284,12 +278,14 @@ class World:
         self.wake(worker)
 
     def _enter_device(self, worker: Worker, name: str, ticket: Ticket, tokens: tuple[int, ...], seed: int) -> None:
-        key = (worker.name, ticket.draw.prompt, seed)
+        draw = ticket.draw
+        key = (worker.name, draw.id, seed)
         if key not in self._references:
-            model = FakeModel(worker.layout, self.scenario.vocabulary)
-            self._references[key] = Reference(model, ticket.draw.prompt, seed)
+            weights = f"{worker.kv.config.identity.weights} {draw.adapter}"
+            model = FakeModel(worker.layout, self.scenario.vocabulary, weights)
+            self._references[key] = Reference(model, draw.prompt, seed, Inputs(draw.items))
         request = DeviceRequest(tokens, seed, self._references[key])
-        worker.device.add(name, request, ("", ticket.draw.salt))
+        worker.device.add(name, request, (draw.adapter, draw.salt), draw.items)
 
     def deliver(self, worker: Worker, updates: list[Update]) -> None:
         """Check every token against the oracle, and pass finished requests on."""
@@ -320,7 +316,7 @@ class World:
         return ticket
 
     def _check_tokens(self, worker: Worker, ticket: Ticket, name: str, tokens: tuple[int, ...]) -> None:
-        reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
+        reference = self._references[worker.name, ticket.draw.id, ticket.seed]
         for token in tokens:
             position = len(ticket.draw.prompt) + len(ticket.output)
             right = reference.token(position)
@@ -334,7 +330,7 @@ class World:
             self.result.faults["request_failed"] += 1
             return
         room = min(ticket.draw.max_tokens, self.scenario.max_model_len - len(ticket.draw.prompt))
-        reference = self._references[worker.name, ticket.draw.prompt, ticket.seed]
+        reference = self._references[worker.name, ticket.draw.id, ticket.seed]
         expected = reference.output(room, STOP_TOKENS if ticket.draw.stops else frozenset())
         if ticket.output != expected:
             raise WrongOutput(f"request {ticket.draw.id} ended after {len(ticket.output)} of {len(expected)} tokens")
@@ -349,15 +345,14 @@ class World:
 
     # ---- faults from outside -----------------------------------------------------------------------
 
-    def _abort(self, name: str) -> None:
+    def abort(self, name: str) -> None:
         for worker in self.workers.values():
             request = worker.scheduler.requests.get(name)
             if request is None:
                 continue
             self.result.faults["abort"] += 1
             held = request.state is State.HELD
-            aside = worker.scheduler.abort(name)
-            self._transfers.quarantine(worker, Pull(name, [self.now + 3 * DEADLINE_TICKS]), aside)
+            self._transfers.quarantine_aborted(worker, name, worker.scheduler.abort(name))
             worker.sanitizer.check_conservation()
             self.tickets[name].done = True
             if held:
@@ -365,6 +360,11 @@ class World:
                 assert offer is not None
                 worker.leases.release(offer.lease)
             self.wake(worker)
+
+    def _reset_cache(self, name: str) -> None:
+        """Somebody empties a worker's prefix cache; requests in it go on."""
+        self.result.faults["cache_reset"] += 1
+        self.workers[name].kv.reset_cache()
 
     def _kill(self, name: str) -> None:
         """A worker dies with everything it held and starts again under a new id."""

@@ -4,7 +4,10 @@
     D: admit ─▶ loads ─▶ plan_pull(load, offer) ─▶ copy slots ─▶ ask P: did the lease hold? ─▶ import
 
 Both sides speak in token intervals per group. A group is recognised by its signature, which leaves the
-page size out: page sizes may differ, layouts may not.
+page size out: page sizes may differ, weights and layouts may not.
+
+An offer comes from another machine: everything in it is checked when it is made, and TransferError says what
+is wrong with it.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.errors import TransferError
-from outrider.kv.intervals import Interval, SlotRun, pair
+from outrider.kv.checked import checked_interval, is_word, whole_number
+from outrider.kv.intervals import Interval, SlotRun, pages_under, pair
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import Load
+from outrider.kv.pages import SINK
+from outrider.kv.prefix import CacheIdentity
 
 
 class GroupSignature(NamedTuple):
@@ -27,9 +33,11 @@ class GroupSignature(NamedTuple):
     slot_bytes: int
     reach: int
     owner: str
+    identity: str
+    """The weights, dtype and layout that the bytes come from, and which part of them this rank holds."""
 
 
-def signatures(layout: KVLayout) -> tuple[GroupSignature, ...]:
+def signatures(layout: KVLayout, identity: CacheIdentity) -> tuple[GroupSignature, ...]:
     footprint = layout.footprint
     drafter = f"{footprint.fingerprint}:{footprint.taps}"
     return tuple(
@@ -39,6 +47,7 @@ def signatures(layout: KVLayout) -> tuple[GroupSignature, ...]:
             group.slot_bytes,
             layout.reach[number],
             "target" if number < layout.num_target else drafter,
+            identity.label,
         )
         for number, group in enumerate(layout.groups)
     )
@@ -63,14 +72,58 @@ class Offer:
     tokens: tuple[int, ...]
     groups: Mapping[GroupSignature, OfferedGroup]
 
+    def __post_init__(self) -> None:
+        for name in ("engine", "request"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise TransferError(
+                    f"an offer names its {name}, got {getattr(self, name)!r}; is the peer of this version?"
+                )
+        whole_number(self.lease, f"{self}: lease", at_least=0, error=TransferError)
+        if not isinstance(self.tokens, tuple) or not all(is_word(token) for token in self.tokens):
+            raise TransferError(f"{self}: tokens must be a tuple of token ids; is the peer of this version?")
+        if not isinstance(self.groups, Mapping):
+            raise TransferError(f"{self}: groups must map signatures to what is offered, got {self.groups!r}")
+        for signature, group in self.groups.items():
+            self._check_group(signature, group)
 
-def shared_groups(local: KVLayout, remote: Sequence[GroupSignature]) -> frozenset[int]:
+    def __str__(self) -> str:
+        return f"offer of {self.engine} for request {self.request!r}"
+
+    def _check_group(self, signature: GroupSignature, group: OfferedGroup) -> None:
+        if not isinstance(signature, GroupSignature) or not isinstance(group, OfferedGroup):
+            raise TransferError(f"{self}: {signature!r} is no group of an offer; is the peer of this version?")
+        what = f"{self}: group {signature.name}"
+        interval, pages, size = group
+        whole_number(size, f"{what}: page_tokens", at_least=1, error=TransferError)
+        interval = checked_interval(interval, what, TransferError)
+        if interval.end > len(self.tokens):
+            raise TransferError(f"{what} covers {interval}, but only {len(self.tokens)} tokens are offered")
+        if not isinstance(pages, tuple) or not all(is_word(page) for page in pages):
+            raise TransferError(f"{what}: pages must be a tuple of page numbers, got {pages!r}")
+        touched = pages_under(interval, size)
+        if len(pages) < touched.stop:
+            raise TransferError(
+                f"{what} covers {interval} with pages of {size} tokens, which takes {touched.stop} page(s), but it "
+                f"lists {len(pages)}; ask the peer for a new offer"
+            )
+        if any(pages[number] == SINK for number in touched):
+            raise TransferError(f"{what} covers {interval}, but lists a page there that it does not hold")
+
+
+def shared_groups(local: KVLayout, identity: CacheIdentity, remote: Sequence[GroupSignature]) -> frozenset[int]:
     """The handshake: local group numbers that the peer can send.
 
-    Target groups must all be there. Draft groups that the peer lacks are left out, and counted by the caller.
+    Target groups must all be there, from the same weights. Draft groups that the peer lacks are left out, and
+    counted by the caller.
     """
     theirs = set(remote)
-    own = signatures(local)
+    own = signatures(local, identity)
+    strangers = [signature.identity for signature in remote if signature.identity != identity.label]
+    if strangers:
+        raise TransferError(
+            f"the peer's KV comes from another model: here {identity.label}; there {strangers[0]}; run the same "
+            "weights, dtype and layout on both workers"
+        )
     missing = [own[g].name for g in local.target_groups if own[g] not in theirs]
     if missing:
         raise TransferError(
@@ -82,16 +135,18 @@ def shared_groups(local: KVLayout, remote: Sequence[GroupSignature]) -> frozense
     return frozenset([*local.target_groups, *(draft if complete else ())])
 
 
-def offered_intervals(local: KVLayout, offer: Offer) -> dict[int, Interval]:
+def offered_intervals(local: KVLayout, identity: CacheIdentity, offer: Offer) -> dict[int, Interval]:
     """What a peer holds of a request, by local group number."""
-    own = signatures(local)
-    groups = shared_groups(local, tuple(offer.groups))
+    own = signatures(local, identity)
+    groups = shared_groups(local, identity, tuple(offer.groups))
     return {g: offer.groups[own[g]].interval for g in sorted(groups)}
 
 
-def plan_pull(layout: KVLayout, load: Load, offer: Offer, table: Sequence[int]) -> tuple[SlotRun, ...]:
+def plan_pull(
+    layout: KVLayout, identity: CacheIdentity, load: Load, offer: Offer, table: Sequence[int]
+) -> tuple[SlotRun, ...]:
     """Slots to copy for one load. Raises TransferError if the peer does not hold all of it."""
-    signature = signatures(layout)[load.group]
+    signature = signatures(layout, identity)[load.group]
     offered = offer.groups.get(signature)
     if offered is None or not offered.interval.covers(load.interval):
         have = "nothing" if offered is None else str(offered.interval)

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from outrider.api.cli.sim_demo import show_demo
+from outrider.api.cli.wording import counted
 from outrider.errors import ConfigError
 from outrider.sanitizer.faults import MUTATIONS
 from outrider.sim.campaign import Tally, run_campaign
@@ -141,7 +142,8 @@ def _say_how_to_repeat(path: Path) -> None:
 
 def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
     counts = tally.as_json()
-    table = Table(title=f"seed {seed}: {tally.scenarios} scenarios", show_header=False, title_justify="left")
+    title = f"seed {seed}: {counted(tally.scenarios, 'scenario')}"
+    table = Table(title=title, show_header=False, title_justify="left")
     for name in (
         "steps",
         "requests_finished",
@@ -211,7 +213,7 @@ def _mutate(name: str, seed: int, scenarios: int, trace_dir: Path, shrink_it: bo
         console.print(f"[red]scenario {index}[/red]: {escape(trace.failure.message)}")
         _say_how_to_repeat(path)
         raise typer.Exit(1)
-    console.print(f"{scenarios} scenarios did not notice {name}; try more of them with --scenarios")
+    console.print(f"{counted(scenarios, 'scenario')} did not notice {name}; try more of them with --scenarios")
 
 
 def _replay(path: Path, shrink_it: bool, as_json: bool) -> None:
@@ -234,7 +236,8 @@ def _replay(path: Path, shrink_it: bool, as_json: bool) -> None:
         print(json.dumps(summary))
     else:
         verdict = "[green]the same run, step for step[/green]" if exact else "[bold red]NOT the same run[/bold red]"
-        console.print(f"{verdict} ({result.steps} steps, {len(trace.scenario.requests)} requests)")
+        size = f"{counted(result.steps, 'step')}, {counted(len(trace.scenario.requests), 'request')}"
+        console.print(f"{verdict} ({size})")
         console.print(escape(failure.message) if failure else "nothing went wrong")
         if shrink_it:
             _say_how_to_repeat(path)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from outrider.api.cli.wording import counted
 from outrider.sanitizer.faults import MUTATIONS
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
 from outrider.sim.campaign import run_campaign
@@ -65,7 +66,7 @@ def _show_run(console: Console, seed: int) -> bool:
     world.watch(show)
     result = world.run()
     outcome = "all outputs equal the oracle's" if result.failure is None else escape(result.failure.message)
-    console.print(f"\n{result.steps} steps, {result.tokens} tokens: {outcome}\n")
+    console.print(f"\n{counted(result.steps, 'step')}, {counted(result.tokens, 'token')}: {outcome}\n")
     return result.failure is None
 
 

@@ -25,7 +25,8 @@ class GroupKind(ABC):
 
     @abstractmethod
     def needed(self, end: int, margin: int = 0) -> Interval:
-        """Positions that must be held so that work may go on at position `end`.
+        """Positions that must be held so that work may go on at position `end`: an interval that stops there.
+        A later end never needs an earlier position.
 
         The hit search (margin 0) and the retention mask both call this and nothing else, so that they
         cannot disagree about what a hit needs.

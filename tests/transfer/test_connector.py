@@ -1,0 +1,145 @@
+"""The hand-off: who may send to whom, and what becomes of an offer that makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.kv.fakes import drafter, full, sliding
+
+from outrider.errors import TransferError
+from outrider.kv import Interval, KVLayout
+from outrider.kv.ledger import Load
+from outrider.kv.prefix import CacheIdentity
+from outrider.transfer.connector import (
+    LeaseBook,
+    Offer,
+    OfferedGroup,
+    offered_intervals,
+    plan_pull,
+    shared_groups,
+    signatures,
+)
+
+HERE = CacheIdentity(weights="llama", dtype="bfloat16", layout="paged")
+LAYOUT = KVLayout(target=(full(page=8), sliding(6, page=8)), footprint=drafter("eagle"))
+
+
+def offer(**fields: Any) -> Offer:
+    whole = OfferedGroup(Interval(0, 20), (1, 2, 3), 8)
+    given: dict[str, Any] = {
+        "engine": "prefill.1",
+        "request": "mine",
+        "lease": 0,
+        "tokens": tuple(range(21)),
+        "groups": dict.fromkeys(signatures(LAYOUT, HERE), whole),
+    }
+    return Offer(**(given | fields))
+
+
+def group(*parts: Any) -> Callable[[], Offer]:
+    return lambda: offer(groups={signatures(LAYOUT, HERE)[0]: OfferedGroup(*parts)})
+
+
+def test_a_peer_with_the_same_model_sends_every_group_whatever_its_page_size() -> None:
+    there = KVLayout(target=(full(page=4), sliding(6, page=16)), footprint=drafter("eagle", page=2))
+    assert shared_groups(LAYOUT, HERE, signatures(there, HERE)) == {0, 1, 2}
+    assert offered_intervals(LAYOUT, HERE, offer()) == dict.fromkeys(range(3), Interval(0, 20))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights", "llama, fine-tuned"),
+        ("dtype", "float8"),
+        ("layout", "interleaved"),
+        ("tensor_parallel_rank", 1),
+        ("tensor_parallel_size", 2),
+    ],
+)
+def test_a_peer_with_other_weights_dtype_or_layout_is_refused_at_the_handshake(field: str, value: Any) -> None:
+    fields = {"weights": "llama", "dtype": "bfloat16", "layout": "paged"} | {field: value}
+    there = CacheIdentity(**fields)
+    with pytest.raises(TransferError, match=r"another model.*run the same weights") as refused:
+        shared_groups(LAYOUT, HERE, signatures(LAYOUT, there))
+    assert str(value) in str(refused.value)
+    with pytest.raises(TransferError, match="another model"):
+        offered_intervals(LAYOUT, there, offer())
+    load = Load(0, Interval(0, 8), None)
+    with pytest.raises(TransferError, match="the peer holds nothing"):
+        plan_pull(LAYOUT, there, load, offer(), [1, 2, 3])
+
+
+def test_labels_differ_whatever_the_names_hold() -> None:
+    tricky = [CacheIdentity(weights="a', dtype 'b"), CacheIdentity(weights="a", dtype="b"), CacheIdentity()]
+    assert len({identity.label for identity in tricky}) == 3
+
+
+def test_a_peer_without_the_drafter_sends_the_target_alone() -> None:
+    there = KVLayout(target=LAYOUT.target)
+    assert shared_groups(LAYOUT, HERE, signatures(there, HERE)) == {0, 1}
+
+
+def test_a_peer_with_another_target_layout_is_refused() -> None:
+    there = KVLayout(target=(full(page=8), sliding(7, page=8)))
+    with pytest.raises(TransferError, match=r"differs in group\(s\) sliding"):
+        shared_groups(LAYOUT, HERE, signatures(there, HERE))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (group(Interval(0, 20), (1, 2), 8), r"takes 3 page\(s\), but it lists 2.*new offer"),
+        (group(Interval(0, 20), (), 8), "lists 0"),
+        (group(Interval(0, 20), (1, 2, 3), 0), "page_tokens must be a whole number of at least 1, got 0"),
+        (group(Interval(0, 20), (1, 2, 3), -8), "page_tokens.*-8"),
+        (group(Interval(0, 20), (1, 2, 3), 8.0), "page_tokens.*8.0"),
+        (group(Interval(0, 20), (1, 0, 3), 8), "a page there that it does not hold"),
+        (group(Interval(0, 20), (1, -2, 3), 8), "tuple of page numbers"),
+        (group(Interval(0, 20), ("a", "b", "c"), 8), "tuple of page numbers"),
+        (group(Interval(0, 20), None, 8), "tuple of page numbers"),
+        (group(Interval(-4, 20), (1, 2, 3), 8), "must not start before 0"),
+        (group(Interval(9, 4), (1, 2, 3), 8), r"got \[9, 4\)"),
+        (group(Interval(0, 99), (1,) * 20, 8), "only 21 tokens are offered"),
+        (group((0, 20), (1, 2, 3), 8), "must be an Interval"),
+        (group(Interval(0, "20"), (1, 2, 3), 8), "must be an Interval of whole numbers"),
+        (lambda: offer(groups=None), "groups must map"),
+        (lambda: offer(groups={"full": OfferedGroup(Interval(0, 8), (1,), 8)}), "no group of an offer"),
+        (lambda: offer(groups={signatures(LAYOUT, HERE)[0]: (0, 8)}), "no group of an offer"),
+        (lambda: offer(tokens="words"), "tuple of token ids"),
+        (lambda: offer(tokens=(1, -2)), "tuple of token ids"),
+        (lambda: offer(lease=-1), "lease must be a whole number"),
+        (lambda: offer(lease=None), "lease must be a whole number"),
+        (lambda: offer(engine=""), "names its engine"),
+        (lambda: offer(request=None), "names its request"),
+    ],
+)
+def test_an_offer_that_makes_no_sense_is_a_transfer_error(make: Callable[[], Offer], says: str) -> None:
+    with pytest.raises(TransferError, match=says) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+def test_pages_outside_the_interval_may_be_anything() -> None:
+    held = OfferedGroup(Interval(9, 20), (0, 5, 6, 7, 8), 8)
+    made = offer(groups={signatures(LAYOUT, HERE)[1]: held})
+    runs = plan_pull(LAYOUT, HERE, Load(1, Interval(9, 20), None), made, [0, 3, 4])
+    assert [(run.source_page, run.destination_page, run.slots) for run in runs] == [(5, 3, 7), (6, 4, 4)]
+
+
+def test_a_load_past_what_is_offered_is_refused() -> None:
+    with pytest.raises(TransferError, match=r"wanted \[0, 24\), the peer holds \[0, 20\)"):
+        plan_pull(LAYOUT, HERE, Load(0, Interval(0, 24), None), offer(), [1, 2, 3])
+
+
+def test_a_lease_that_ran_out_is_not_held_any_more() -> None:
+    book = LeaseBook(duration=10)
+    first, second = book.grant("a", now=0), book.grant("b", now=5)
+    assert book.renew(first, now=4)
+    assert book.expire(now=14) == ["a"]
+    assert not book.held(first)
+    assert not book.renew(first, now=15)
+    assert book.held(second)
+    assert book.release(second) == "b"
+    assert book.release(second) is None
