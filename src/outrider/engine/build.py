@@ -20,6 +20,7 @@ from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
 from outrider.runner.runner import Runner
 from outrider.sanitizer import Mode, Sanitizer
+from outrider.sanitizer.checksums import Checksums
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.registry import DrafterSettings, load_drafter
@@ -107,6 +108,8 @@ def build_engine(
         manager,
     )
     runner = Runner(decoder, groups, drafter, layout, kv_config, kv_dtype=kv_dtype, device=device, sanitizer=sanitizer)
+    if sanitizer is not None and config.sanitizer_level == "bytes":
+        sanitizer.checksums = Checksums(runner.store.page_bytes)
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k)
 
 

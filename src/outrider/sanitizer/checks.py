@@ -19,6 +19,7 @@ from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.pages import SINK
 from outrider.kv.prefix import Media
 from outrider.sanitizer.accounts import PageAccounts
+from outrider.sanitizer.checksums import Checksums
 from outrider.sanitizer.expected import ExpectedHits
 from outrider.sanitizer.report import Mode, Reporter
 from outrider.sanitizer.shadow import DURABLE, PageShadow, TokenHashes, namespace_seed, shows_media
@@ -31,6 +32,8 @@ class Sanitizer(KVObserver):
         self.config = config
         self.tier_holds: Callable[[int, int], bool] = lambda group, identity: False
         """(group, identity of a page's last slot): is that page in another tier?"""
+        self.checksums: Checksums | None = None
+        """Level `bytes`: set by whoever has real memory."""
         self._reporter = Reporter(layout, mode)
         self._fail = self._reporter.fail
         self._accounts = PageAccounts(layout, config, self._reporter)
@@ -120,12 +123,15 @@ class Sanitizer(KVObserver):
         shadow = self._accounts.pages[arena][page]
         if shadow.refs:
             self._fail("I5", "a page in use was evicted", page=page, writer=shadow.writers[0])
-        self._unpublish(shadow)
+        self._unpublish(shadow, page)
 
-    def _unpublish(self, shadow: PageShadow) -> None:
+    def _unpublish(self, shadow: PageShadow, page: int) -> None:
         if not shadow.published:
             return
         shadow.published = False
+        if self.checksums is not None:
+            self._check_bytes(shadow.group, page)
+            self.checksums.forget(shadow.group, page)
         for table in self._tables(shadow):
             for identity in shadow.ids[: self.layout.groups[shadow.group].page_tokens]:
                 table[identity] -= 1
@@ -139,8 +145,8 @@ class Sanitizer(KVObserver):
 
     def cache_reset(self) -> None:
         for arena in self._accounts.pages:
-            for shadow in arena:
-                self._unpublish(shadow)
+            for page, shadow in enumerate(arena):
+                self._unpublish(shadow, page)
 
     def ended(self, sequence: SequenceKV) -> None:
         self._verified.pop(sequence.id, None)
@@ -175,6 +181,9 @@ class Sanitizer(KVObserver):
 
     def shared(self, sequence: SequenceKV, group: int, page_number: int, page: int, slots: int) -> None:
         """I2: a page that is hit holds what its key says."""
+        self._check_bytes(
+            group, page, request=sequence.id, position=page_number * self.layout.groups[group].page_tokens
+        )
         shadow, size = self._page(group, page), self.layout.groups[group].page_tokens
         start = page_number * size
         first = start + 1 + self._reach[group]
@@ -190,6 +199,20 @@ class Sanitizer(KVObserver):
             page=page,
             writer=shadow.writers[min(wrong, slots - 1)],
         )
+
+    def _check_bytes(self, group: int, page: int, *, request: str = "-", position: int = -1) -> None:
+        """I2 at level `bytes`: nobody has written to the page since it was published, whatever the plans said."""
+        if self.checksums is not None and not self.checksums.holds(group, page):
+            writer = self._page(group, page).writers[0]
+            self._fail(
+                "I2",
+                "the bytes of a published page have changed",
+                request=request,
+                group=group,
+                position=position,
+                page=page,
+                writer=writer,
+            )
 
     @staticmethod
     def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
@@ -231,6 +254,8 @@ class Sanitizer(KVObserver):
                 writer=shadow.writers[size - 1],
             )
         shadow.published = True
+        if self.checksums is not None:
+            self.checksums.seal(group, page)
         shadow.group = group
         shadow.shows_media = shows_media(media, page_number * size, end + reach)
         for table in self._tables(shadow):
