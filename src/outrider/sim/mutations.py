@@ -28,7 +28,9 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "reach": footprint.token_reach > 0,
         "keeps": footprint.keeps_accepted and drafting,
         "limit": footprint.max_len is not None,
-        "shared_arena": bool({spec.page_bytes for spec in layout.target} & {spec.page_bytes for spec in footprint.groups}),
+        "shared_arena": bool(
+            {spec.page_bytes for spec in layout.target} & {spec.page_bytes for spec in footprint.groups}
+        ),
         "sliding": any(group.window for group in scenario.target),
         "split": scenario.split,
         "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
