@@ -15,9 +15,10 @@ def make_arena(num_pages: int = 9) -> tuple[PageArena, list[int]]:
     """An arena, and the pages that it evicts from now on."""
     evicted: list[int] = []
 
-    def on_evict(index: int, page: int) -> None:
-        evicted.append(page)
-        arena.published[page] = 0
+    def on_evict(index: int, pages: list[int]) -> None:
+        evicted.extend(pages)
+        for page in pages:
+            arena.published[page] = 0
 
     arena = PageArena(3, num_pages, on_evict)
     return arena, evicted

@@ -32,7 +32,7 @@ from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_s
 from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
-from outrider.kv.prefix import Chain, Media, Tier
+from outrider.kv.prefix import Chain, KnownRuns, Media, Tier
 from outrider.kv.publication import Publisher
 from outrider.kv.search import GroupView
 from outrider.kv.sizing import Sizing, resident_pages
@@ -70,6 +70,7 @@ class KVManager:
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
         """Some group frees pages before its sequence ends."""
         self._roots: dict[tuple[str, str], bytes] = {}
+        self._known_runs = KnownRuns()
 
     def _durable_end(self, sequence: SequenceKV, group: int) -> int:
         return sequence.committed if group < self.layout.num_target else sequence.draft_end
@@ -91,7 +92,7 @@ class KVManager:
         if id in self.sequences:
             raise RequestError(f"request id {id!r} is in use; choose another")
         self._sizing.check(id, total_tokens, k)
-        chain = Chain(self._root(adapter, salt), self.layout.grain, media)
+        chain = Chain(self._root(adapter, salt), self.layout.grain, media, self._known_runs)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
         sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._footprint.durable_lead

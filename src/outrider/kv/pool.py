@@ -7,13 +7,13 @@ release ──no step in flight──▶ PageArena.release
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from outrider.errors import ConfigError, OutOfPages
 from outrider.kv.layout import KVLayout
 from outrider.kv.observer import KVObserver
 from outrider.kv.pages import PageArena
-from outrider.kv.prefix import GroupIndex, PageEntry
+from outrider.kv.prefix import GroupIndex, PageEntry, PageRecords
 
 
 class PagePool:
@@ -27,8 +27,8 @@ class PagePool:
             )
         self.layout = layout
         self.arenas = [PageArena(index, pages, self._evict) for index, pages in enumerate(arena_pages)]
-        generations = [[0] * pages for pages in arena_pages]
-        self.indexes = [GroupIndex(generations[layout.arena_of[group]]) for group in range(len(layout.groups))]
+        records = [PageRecords(pages) for pages in arena_pages]
+        self.indexes = [GroupIndex(records[arena]) for arena in layout.arena_of]
         self._observer = observer
         self._arena_of = layout.arena_of
         self._last_planned = -1
@@ -110,18 +110,25 @@ class PagePool:
         self.arenas[index].restore(pages)
         self.release(group, pages)  # a step in flight may still copy into them
 
-    def publish(self, group: int, entries: list[PageEntry]) -> None:
-        arena = self._arena_of[group]
-        published, mark = self.arenas[arena].published, group + 1
+    def publish(self, group: int, pages: list[int], entries: Iterable[PageEntry]) -> None:
+        """Enter held pages into the group's index."""
+        published, mark = self.arenas[self._arena_of[group]].published, group + 1
         self.indexes[group].insert(entries)
-        for _content, page, _key, _parent in entries:
+        for page in pages:
             published[page] = mark
 
-    def _evict(self, index: int, page: int) -> None:
-        self.indexes[self.arenas[index].published[page] - 1].remove_page(page)
-        self.arenas[index].published[page] = 0
+    def _evict(self, index: int, pages: list[int]) -> None:
+        """Take cached pages of one arena, of whatever groups, out of the index."""
+        published = self.arenas[index].published
+        by_mark: dict[int, list[int]] = {}
+        for page in pages:
+            by_mark.setdefault(published[page], []).append(page)
+            published[page] = 0
+        for mark, gone in by_mark.items():
+            self.indexes[mark - 1].remove(gone)
         if self._observer:
-            self._observer.evicted(index, page)
+            for page in pages:
+                self._observer.evicted(index, page)
 
     def reset_cache(self) -> None:
         """Forget every page that nobody holds; pages in use leave the index as well."""
