@@ -70,7 +70,8 @@ class Holdings:
         g, size, placement = seat.view.group, seat.view.page_tokens, seat.placement
         first = placement.first_page
         spare = self.pool.acquire(g, seat.num_fresh)
-        filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
+        filled = [page if page is not None else spare.pop() for page in placement.pages]
+        filled += spare
         if self._observer:
             for offset, page in enumerate(placement.pages):
                 if page is not None:
@@ -162,7 +163,7 @@ class Holdings:
 
     def give_back(self, g: int, pages: Sequence[int]) -> None:
         """Let go of pages of one group; those nearest the end are evicted first."""
-        held = list(reversed(pages))
+        held = list(pages[::-1])
         if SINK in held:
             held = [page for page in held if page != SINK]
         self._cancel_copies(g, held)
@@ -298,6 +299,10 @@ class Holdings:
 
 def _room(states: Sequence[GroupPages], groups: GroupSizes) -> tuple[int, int]:
     """Where the shortest of the groups ends, and where the last page of the longest starts."""
+    if len(groups) == 1:
+        ((g, size),) = groups
+        end = len(states[g].pages) * size
+        return end, end - size
     room, last_page_start = NEVER, -1
     for g, size in groups:
         end = len(states[g].pages) * size

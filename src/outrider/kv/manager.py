@@ -33,7 +33,7 @@ from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, KnownRuns, Media, Tier
-from outrider.kv.publication import Publisher
+from outrider.kv.publication import GroupPublisher
 from outrider.kv.search import GroupView
 from outrider.kv.sizing import Sizing, resident_pages
 
@@ -64,9 +64,11 @@ class KVManager:
         self.hit_tokens = 0
         self.queried_tokens = 0
         self._observer = observer
-        self._publisher = Publisher(layout, self.pool, observer)
+        self._publishers = [GroupPublisher(g, layout, self.pool, observer) for g in range(len(layout.groups))]
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
+        self._durable_lead = layout.footprint.durable_lead
+        self._drafter_limit = NEVER if layout.footprint.max_len is None else layout.footprint.max_len
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
         """Some group frees pages before its sequence ends."""
         self._roots: dict[tuple[str, str], bytes] = {}
@@ -163,9 +165,10 @@ class KVManager:
             self._observer.admitted(sequence)
         self.queried_tokens += limit
         self.hit_tokens += hit.end
-        if not sequence.loads:
+        if sequence.loads:
+            holdings.measure_room(sequence)
+        else:
             self._start_at(sequence, hit.end)
-        holdings.measure_room(sequence)
         holdings.assign_all(sequence)
         return Admission(hit.end, tuple(sequence.loads))
 
@@ -335,7 +338,9 @@ class KVManager:
         """
         sequence.committed = v
         if sequence.drafting:
-            sequence.draft_end = self._footprint.durable_end(v) if fed_to is None else fed_to
+            # Nearly every step comes through here, so footprint.durable_end(v) is written out.
+            end = v + self._durable_lead if fed_to is None else fed_to
+            sequence.draft_end = end if end < self._drafter_limit else self._drafter_limit
         if self._observer:
             self._observer.committing(sequence)
         if v >= sequence.next_event:
@@ -365,8 +370,8 @@ class KVManager:
             if stop <= state.published:
                 continue
             first, state.published = max(state.published, state.first_page), stop
-            if g < num_target or self._footprint.publishes_above(state.low):
-                self._publisher.publish(sequence, g, first, stop)
+            if first < stop and (g < num_target or self._footprint.publishes_above(state.low)):
+                self._publishers[g].publish(sequence, first, stop)
 
     def _free_behind(self, sequence: SequenceKV, margin: int) -> None:
         """Give back pages that no query at or after the committed end, less the margin, reads."""
@@ -381,9 +386,13 @@ class KVManager:
         event, groups, holdings = NEVER, sequence.groups, self.holdings
         if self.config.prefix_caching:
             for g, size in holdings.target:
-                event = min(event, (groups[g].published + 1) * size)
+                completes = (groups[g].published + 1) * size
+                if completes < event:
+                    event = completes
             for g, size in holdings.draft if sequence.drafting else ():
-                event = min(event, (groups[g].published + 1) * size - self._footprint.durable_lead)
+                completes = (groups[g].published + 1) * size - self._durable_lead
+                if completes < event:
+                    event = completes
         for g, size in holdings.groups(sequence) if self._slides else ():
             freed_at = self.layout.groups[g].kind.freed_at((groups[g].first_page + 1) * size)
             if freed_at is not None:

@@ -7,8 +7,8 @@ Every page but the sink is in exactly one place:
                         └────retain────  cached (LRU) ◀┘ ──evict──▶ free
                       held ──quarantine──▶ quarantined ──restore──▶ held
 
-The LRU is a queue of pages in the order of their release. A page that is retained again stays in it, and
-joins it once more at its next release: only the last of its entries counts, and only while nobody holds it.
+The LRU is a queue of pages in the order of their release. A page that is retained again stays in it as a dead
+entry, to be skipped when it comes up, and joins it once more at its next release.
 A page whose last holder let go while a step could still touch it stays held until that step completes:
 the pool defers the release, and the page is pending.
 """
@@ -26,7 +26,7 @@ SINK = 0
 
 class PageArena:
     __slots__ = (
-        "_entries",
+        "_dead",
         "_free",
         "_lru",
         "_on_evict",
@@ -54,8 +54,8 @@ class PageArena:
         # A stack: a page freed last is likely still in the cache of the processor.
         self._free = list(range(num_pages - 1, SINK, -1))
         self._lru: deque[int] = deque()
-        self._entries = [0] * num_pages
-        """How often each page stands in the LRU."""
+        self._dead: dict[int, int] = {}
+        """How many dead entries a page has in the LRU; they come before its live one."""
         self._on_evict = on_evict
 
     @property
@@ -91,39 +91,42 @@ class PageArena:
         return pages
 
     def _pop_least_recent(self, count: int) -> list[int]:
-        popleft, entries, refs = self._lru.popleft, self._entries, self.refs
+        lru, dead = self._lru, self._dead
+        self.num_cached -= count
         popped: list[int] = []
         while len(popped) < count:
-            page = popleft()
-            entries[page] = others = entries[page] - 1
-            if not others and not refs[page]:
+            page = lru.popleft()
+            if page not in dead:
                 popped.append(page)
-        self.num_cached -= count
+            elif dead[page] == 1:
+                del dead[page]
+            else:
+                dead[page] -= 1
         return popped
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more holder for each page; a cached page is cached no more."""
-        refs = self.refs
+        refs, dead = self.refs, self._dead
         for page in pages:
             holders = refs[page]
             if not holders:
+                dead[page] = dead.get(page, 0) + 1
                 self.num_cached -= 1
             refs[page] = holders + 1
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder fewer for each page. The first pages given are evicted first."""
-        refs, published, free, entries = self.refs, self.published, self._free, self._entries
+        refs, published, free = self.refs, self.published, self._free
         cached = []
         for page in pages:
-            refs[page] = left = refs[page] - 1
-            if left > 0:
-                continue
-            assert left == 0, f"page {page} of arena {self.index} released too often"
-            if published[page]:
-                cached.append(page)
-                entries[page] += 1
-            else:
-                free.append(page)
+            holders = refs[page]
+            refs[page] = holders - 1
+            if holders == 1:
+                if published[page]:
+                    cached.append(page)
+                else:
+                    free.append(page)
+            assert holders, f"page {page} of arena {self.index} released too often"
         self._lru += cached
         self.num_cached += len(cached)
         if len(self._lru) > 2 * self.num_pages:
@@ -137,9 +140,7 @@ class PageArena:
     def _drop_dead_entries(self) -> None:
         """Keep the LRU from growing where pages are used again and again, and none is evicted."""
         self._lru = deque(self._cached_pages())
-        self._entries = [0] * self.num_pages
-        for page in self._lru:
-            self._entries[page] = 1
+        self._dead.clear()
 
     def quarantine(self, pages: Iterable[int]) -> None:
         """Set aside pages that a lost transfer may still write to."""
@@ -160,7 +161,7 @@ class PageArena:
             self.published[page] = 0
             self._free.append(page)
         self._lru.clear()
-        self._entries = [0] * self.num_pages
+        self._dead.clear()
         self.num_cached = 0
 
     def has_duplicates(self) -> bool:

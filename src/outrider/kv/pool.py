@@ -7,13 +7,13 @@ release ──no step in flight──▶ PageArena.release
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.errors import ConfigError, OutOfPages
 from outrider.kv.layout import KVLayout
 from outrider.kv.observer import KVObserver
 from outrider.kv.pages import PageArena
-from outrider.kv.prefix import GroupIndex, PageEntry, PageRecords
+from outrider.kv.prefix import GroupIndex, PageRecords
 
 
 class PagePool:
@@ -31,6 +31,9 @@ class PagePool:
         self.indexes = [GroupIndex(records[arena]) for arena in layout.arena_of]
         self._observer = observer
         self._arena_of = layout.arena_of
+        self._groups_of = [
+            [group for group, arena in enumerate(layout.arena_of) if arena == index] for index in range(len(arena_pages))
+        ]
         self._last_planned = -1
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
@@ -110,22 +113,14 @@ class PagePool:
         self.arenas[index].restore(pages)
         self.release(group, pages)  # a step in flight may still copy into them
 
-    def publish(self, group: int, pages: list[int], entries: Iterable[PageEntry]) -> None:
-        """Enter held pages into the group's index."""
-        published, mark = self.arenas[self._arena_of[group]].published, group + 1
-        self.indexes[group].insert(entries)
-        for page in pages:
-            published[page] = mark
-
     def _evict(self, index: int, pages: list[int]) -> None:
         """Take cached pages of one arena, of whatever groups, out of the index."""
-        published = self.arenas[index].published
-        by_mark: dict[int, list[int]] = {}
+        published, groups = self.arenas[index].published, self._groups_of[index]
+        for group in groups:
+            mine = pages if len(groups) == 1 else [page for page in pages if published[page] == group + 1]
+            self.indexes[group].remove(mine)
         for page in pages:
-            by_mark.setdefault(published[page], []).append(page)
             published[page] = 0
-        for mark, gone in by_mark.items():
-            self.indexes[mark - 1].remove(gone)
         if self._observer:
             for page in pages:
                 self._observer.evicted(index, page)
@@ -134,7 +129,7 @@ class PagePool:
         """Forget every page that nobody holds; pages in use leave the index as well."""
         for arena in self.arenas:
             arena.forget_cached()
-            arena.published = bytearray(arena.num_pages)
+            arena.published[:] = bytes(arena.num_pages)
         for group_index in self.indexes:
             group_index.clear()
         if self._observer:

@@ -16,9 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 from operator import add
-from struct import iter_unpack
+from struct import unpack
 from typing import NamedTuple, Protocol
 
 from outrider.kv.footprint import GroupSpec, KVFootprint
@@ -157,7 +156,8 @@ class Chain:
         """The bases of the blocks in `data`, the first of which starts at position `start`."""
         hashed: list[bytes] = []
         append, copy, base, grain = hashed.append, _EMPTY.copy, self.bases[-1], self.grain
-        for (block,) in iter_unpack(f"{grain * TOKEN_BYTES}s", data):
+        width = grain * TOKEN_BYTES
+        for block in unpack(f"{width}s" * (len(data) // width), data):
             hasher = copy()
             hasher.update(base + block)
             if self.media:
@@ -187,8 +187,7 @@ class Chain:
             return [base + self.successors(tokens, end, reach) for base, end in zip(bases, ends, strict=True)]
         stride, width = size * TOKEN_BYTES, reach * TOKEN_BYTES
         after = tokens[(first + 1) * size : stop * size + reach].tobytes().ljust((stop - first) * stride)
-        tails = chain.from_iterable(iter_unpack(f"{width}s{stride - width}x", after))
-        return list(map(add, bases, tails))
+        return list(map(add, bases, unpack(f"{width}s{stride - width}x" * (stop - first), after)))
 
     def has_media(self, start: int, end: int) -> bool:
         return any(item.start < end and start < item.end for item in self.media)
@@ -324,6 +323,8 @@ class GroupIndex:
 def _common_tokens(left: bytes, right: bytes) -> int:
     """Whole tokens before the first bit that differs."""
     size = min(len(left), len(right))
+    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
+        return 0  # the common case of sequences that part ways at the end of a page
     differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not differing:
         return size // TOKEN_BYTES

@@ -26,6 +26,8 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
+FEWEST_LOOKUPS = 32
+"""Pages looked up at a time."""
 
 
 class GroupView:
@@ -108,7 +110,8 @@ class GroupView:
     def whole_prefix(self, max_pages: int) -> int:
         """How many of the first `max_pages` pages are to be had whole, without a gap."""
         size = self.page_tokens
-        if len(self.whole) < max_pages:
+        # Nothing at all is a common find, and cheap to make sure of.
+        if len(self.whole) < max_pages and (self.whole or self.find(0).slots == size):
             self._extend_whole(max_pages)
         page = min(max_pages, len(self.whole))
         while page < max_pages and self.find(page).slots == size:
@@ -118,15 +121,15 @@ class GroupView:
     def _extend_whole(self, max_pages: int) -> None:
         """Follow the chain through the device's index for as long as it holds.
 
-        Pages are looked up many at a time, at the speed of C; few against what was found before them, so that
-        a miss wastes little.
+        Pages are looked up many at a time, at the speed of C; not many against what was found before them, so
+        that a miss wastes little.
         """
         get, whole, keys = self._index.pages.get, self.whole, self._chain.keys
         tokens, size, reach = self._tokens, self.page_tokens, self.reach
         known = min(max_pages, (len(tokens) - reach) // size)
         while len(whole) < known:
-            count = min(known - len(whole), 1 + len(whole))
-            found = list(map(get, keys(tokens, size, reach, len(whole), len(whole) + count), repeat(SINK)))
+            first, stop = len(whole), min(known, len(whole) + max(FEWEST_LOOKUPS, len(whole)))
+            found = list(map(get, keys(tokens, size, reach, first, stop), repeat(SINK)))
             if SINK in found:
                 whole += found[: found.index(SINK)]
                 return

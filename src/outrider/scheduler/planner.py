@@ -73,7 +73,7 @@ class Planner:
         budget = self._budget
         footprint, ahead, draft_rows = self._footprint, self._ahead, self._draft_rows
         has_groups, rows, step, new_row = bool(footprint.groups), self._rows, self._step, tuple.__new__
-        decoding, share_k = State.DECODING, dict[int, int]()
+        decoding, asked_k, share_k = State.DECODING, -1, 0
         for request in self._roster.decoding.snapshot():
             if request.state is not decoding:
                 continue  # preempted a moment ago
@@ -90,9 +90,11 @@ class Planner:
             remaining = request.max_total - known
             if remaining <= 0:
                 continue  # the step in flight may be its last
-            k = share_k.get(request.k)
-            if k is None:
-                k = share_k[request.k] = drafts_for_share(footprint, request.k, budget.share_rows)
+            k = request.k
+            if k != asked_k:
+                # Mostly everybody asks for the same.
+                asked_k, share_k = k, drafts_for_share(footprint, k, budget.share_rows)
+            k = share_k
             if drafts > k:
                 drafts = k
             if drafts >= remaining:

@@ -293,11 +293,12 @@ class Scheduler:
         requests, commit_kv, new_update = self.requests, self._commit_kv, tuple.__new__
         num_drafts = num_draft_tokens = num_accepted_tokens = 0
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
-            request = requests.get(row.request)
+            request_id, samples = row.request, row.samples
+            request = requests.get(request_id)
             if request is None or not request.flight or request.flight[0] is not row:
                 continue  # gone meanwhile
             del request.flight[0]
-            if not row.samples:
+            if not samples:
                 if row.epoch == request.epoch:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
@@ -309,14 +310,14 @@ class Scheduler:
             if request.spec.stop_tokens or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
             known.extend(tokens)
-            forks = verdict.fork_tokens.get(row.request, ()) if row.samples > 1 else ()
+            forks = verdict.fork_tokens.get(request_id, ()) if samples > 1 else ()
             if row.epoch == request.epoch:
                 request.drafts = request.proposed = proposed
                 if forks:
                     commit_kv(request, row, len(known) - 1, keep_window=True)
                 else:
                     commit_kv(request, row, len(known) - 1)
-            updates.append(new_update(Update, (row.request, tokens, finish)))
+            updates.append(new_update(Update, (request_id, tokens, finish)))
             for number, token in enumerate(forks, start=1):
                 updates.append(self._fork(request, row, number, token))
             if finish == "prefilled":
