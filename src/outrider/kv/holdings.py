@@ -238,10 +238,11 @@ class Holdings:
     # ---- what follows from it ----------------------------------------------------------------------
 
     def measure_room(self, sequence: SequenceKV) -> None:
-        """How far each owner's pages reach, and where its last page starts."""
-        sequence.target_room, sequence.target_last_page_start = _room(sequence.groups, self.target)
-        draft = self.draft if sequence.drafting else []
-        sequence.draft_room, sequence.draft_last_page_start = _room(sequence.groups, draft)
+        """How far each owner's pages reach, and the last v at which a page is surplus."""
+        target_room, target_last = _room(sequence.groups, self.target)
+        draft_room, draft_last = _room(sequence.groups, self.draft if sequence.drafting else [])
+        sequence.target_room, sequence.draft_room = target_room, draft_room
+        sequence.surplus_until = max(target_last - sequence.target_headroom, draft_last - sequence.draft_headroom)
 
     def assign(self, sequence: SequenceKV, g: int, first_page: int = 0) -> None:
         """Tell the runner about the table of one group from a page number on."""

@@ -345,12 +345,8 @@ class KVManager:
             self._observer.committing(sequence)
         if v >= sequence.next_event:
             self._advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
-        v += ahead
-        if (
-            v + sequence.target_headroom <= sequence.target_last_page_start
-            or v + sequence.draft_headroom <= sequence.draft_last_page_start
-        ):
-            self._trim(sequence, v)
+        if v + ahead <= sequence.surplus_until:
+            self._trim(sequence, v + ahead)
 
     def _advance(self, sequence: SequenceKV, *, margin: int) -> None:
         """A page was completed, or left its window. `margin`: positions before the end that tap rows will query."""

@@ -78,13 +78,24 @@ class Media(NamedTuple):
 
 
 RUN_BLOCKS = 16
-"""Blocks whose bases are remembered together."""
+"""Blocks that are remembered together."""
 MOST_YOUNG_RUNS = 1024
-"""About 2 MB at 16 tokens a block."""
+"""A run takes some 2 to 4 KB at 16 tokens a block."""
+
+
+class KnownRun:
+    """The bases of one run of blocks, and the keys that end in it."""
+
+    __slots__ = ("bases", "keys")
+
+    def __init__(self, bases: list[bytes]) -> None:
+        self.bases = bases
+        self.keys: dict[tuple[int, int], list[bytes]] = {}
+        """(page_tokens, reach) -> keys of all pages but the last, whose reach lies in the next run."""
 
 
 class KnownRuns:
-    """Bases of runs of blocks that were hashed before: a prefix that many requests share is hashed once.
+    """Runs of blocks that were hashed before: a prefix that many requests share is hashed once.
 
     A run is known by what its hashing would read, the base before it and its raw tokens, compared in full.
     When the young generation is full it becomes the old one; what is asked for again becomes young again.
@@ -93,30 +104,30 @@ class KnownRuns:
     __slots__ = ("_old", "_young")
 
     def __init__(self) -> None:
-        self._young: dict[bytes, tuple[bytes, ...]] = {}
-        self._old: dict[bytes, tuple[bytes, ...]] = {}
+        self._young: dict[bytes, KnownRun] = {}
+        self._old: dict[bytes, KnownRun] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def get(self, run: bytes) -> tuple[bytes, ...] | None:
-        bases = self._young.get(run)
-        if bases is None:
-            bases = self._old.pop(run, None)
-            if bases is not None:
-                self.add(run, bases)
-        return bases
+    def get(self, hashed: bytes) -> KnownRun | None:
+        run = self._young.get(hashed)
+        if run is None:
+            run = self._old.pop(hashed, None)
+            if run is not None:
+                self.add(hashed, run)
+        return run
 
-    def add(self, run: bytes, bases: tuple[bytes, ...]) -> None:
+    def add(self, hashed: bytes, run: KnownRun) -> None:
         if len(self._young) >= MOST_YOUNG_RUNS:
             self._old, self._young = self._young, {}
-        self._young[run] = bases
+        self._young[hashed] = run
 
 
 class Chain:
     """The bases of one sequence, extended as tokens become known."""
 
-    __slots__ = ("_known_runs", "bases", "grain", "media")
+    __slots__ = ("_known_runs", "_runs", "bases", "grain", "media")
 
     def __init__(
         self, root: bytes, grain: int, media: tuple[Media, ...] = (), known_runs: KnownRuns | None = None
@@ -125,6 +136,8 @@ class Chain:
         self.grain = grain
         self.media = media
         self._known_runs = None if media else known_runs
+        self._runs: list[KnownRun] = []
+        """The first runs of the sequence, without a gap."""
 
     def extend(self, tokens: array[int], end: int) -> None:
         """Hash every whole block of tokens[:end] that is not hashed yet."""
@@ -134,7 +147,7 @@ class Chain:
         if blocks <= done:
             return
         data = tokens[done * grain : blocks * grain].tobytes()
-        if self._known_runs is not None and done % RUN_BLOCKS == 0:
+        if self._known_runs is not None and done == RUN_BLOCKS * len(self._runs):
             data = self._extend_by_runs(self._known_runs, data)
         bases += self._hashed(data, (len(bases) - 1) * grain)
 
@@ -144,12 +157,13 @@ class Chain:
         stop = len(data) - len(data) % run_bytes
         for offset in range(0, stop, run_bytes):
             block_bytes = data[offset : offset + run_bytes]
-            run = bases[-1] + block_bytes
-            known = known_runs.get(run)
-            if known is None:
-                known = tuple(self._hashed(block_bytes, (len(bases) - 1) * self.grain))
-                known_runs.add(run, known)
-            bases += known
+            hashed = bases[-1] + block_bytes
+            run = known_runs.get(hashed)
+            if run is None:
+                run = KnownRun(self._hashed(block_bytes, (len(bases) - 1) * self.grain))
+                known_runs.add(hashed, run)
+            bases += run.bases
+            self._runs.append(run)
         return data[stop:]
 
     def _hashed(self, data: bytes, start: int) -> list[bytes]:
@@ -170,6 +184,7 @@ class Chain:
     def truncate(self, end: int) -> None:
         """Forget blocks that are not wholly below `end`."""
         del self.bases[end // self.grain + 1 :]
+        del self._runs[end // self.grain // RUN_BLOCKS :]
 
     def successors(self, tokens: array[int], end: int, reach: int) -> bytes:
         """What stands for the `reach` tokens from `end` on, in a key."""
@@ -179,9 +194,25 @@ class Chain:
     def keys(self, tokens: array[int], size: int, reach: int, first: int, stop: int) -> list[bytes]:
         """Keys of pages [first, stop) of `size` tokens; all their tokens, and the reach after them, are known."""
         step = size // self.grain
-        bases = self.bases[(first + 1) * step : stop * step + 1 : step]
         if not reach:
-            return bases
+            return self.bases[(first + 1) * step : stop * step + 1 : step]
+        keys: list[bytes] = []
+        pages = RUN_BLOCKS // step if RUN_BLOCKS % step == 0 else 0
+        while pages and first < stop and first % pages == 0 and first // pages < len(self._runs):
+            known, last = self._runs[first // pages].keys, first + pages - 1
+            if (size, reach) not in known:
+                known[size, reach] = self._joined_keys(tokens, size, reach, first, last)
+            keys += known[size, reach][: stop - first]
+            if last < stop:
+                end = (last + 1) * size
+                keys.append(self.bases[(last + 1) * step] + self.successors(tokens, end, reach))
+            first += pages
+        return keys + self._joined_keys(tokens, size, reach, first, stop) if first < stop else keys
+
+    def _joined_keys(self, tokens: array[int], size: int, reach: int, first: int, stop: int) -> list[bytes]:
+        """Bases and the tokens after them, put together."""
+        step = size // self.grain
+        bases = self.bases[(first + 1) * step : stop * step + 1 : step]
         if self.media:
             ends = range((first + 1) * size, (stop + 1) * size, size)
             return [base + self.successors(tokens, end, reach) for base, end in zip(bases, ends, strict=True)]

@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
-FEWEST_LOOKUPS = 32
+FEWEST_LOOKUPS = 16
 """Pages looked up at a time."""
 
 
@@ -110,8 +110,7 @@ class GroupView:
     def whole_prefix(self, max_pages: int) -> int:
         """How many of the first `max_pages` pages are to be had whole, without a gap."""
         size = self.page_tokens
-        # Nothing at all is a common find, and cheap to make sure of.
-        if len(self.whole) < max_pages and (self.whole or self.find(0).slots == size):
+        if len(self.whole) < max_pages:
             self._extend_whole(max_pages)
         page = min(max_pages, len(self.whole))
         while page < max_pages and self.find(page).slots == size:
@@ -122,15 +121,17 @@ class GroupView:
         """Follow the chain through the device's index for as long as it holds.
 
         Pages are looked up many at a time, at the speed of C; not many against what was found before them, so
-        that a miss wastes little.
+        that a miss wastes little. Finding nothing at all is common, and cheap to make sure of.
         """
         get, whole, keys = self._index.pages.get, self.whole, self._chain.keys
         tokens, size, reach = self._tokens, self.page_tokens, self.reach
         known = min(max_pages, (len(tokens) - reach) // size)
+        if not whole and known and self.key(0) not in self._index.pages:
+            return
         while len(whole) < known:
-            first, stop = len(whole), min(known, len(whole) + max(FEWEST_LOOKUPS, len(whole)))
+            first, stop = len(whole), min(known, len(whole) + max(FEWEST_LOOKUPS, len(whole) // 4))
             found = list(map(get, keys(tokens, size, reach, first, stop), repeat(SINK)))
-            if SINK in found:
+            if not all(found):
                 whole += found[: found.index(SINK)]
                 return
             whole += found

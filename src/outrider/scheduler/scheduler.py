@@ -295,9 +295,10 @@ class Scheduler:
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
             request_id, samples = row.request, row.samples
             request = requests.get(request_id)
-            if request is None or not request.flight or request.flight[0] is not row:
+            flight = request.flight if request is not None else None
+            if request is None or not flight or flight[0] is not row:
                 continue  # gone meanwhile
-            del request.flight[0]
+            del flight[0]
             if not samples:
                 if row.epoch == request.epoch:
                     commit_kv(request, row, row.start + row.num_rows)
