@@ -308,14 +308,16 @@ class KVManager:
         holdings, missing = self.holdings, []
         if target_end > sequence.target_room:
             missing = holdings.missing(sequence, holdings.target, target_end)
-            self.pool.require(missing)
         if draft_end > sequence.draft_room:
             draft_missing = holdings.missing(sequence, holdings.draft, draft_end)
             try:
                 self.pool.require(missing + draft_missing)
                 missing += draft_missing
             except OutOfPages:
+                self.pool.require(missing)
                 self.drop_draft(sequence)
+        elif len(missing) > 1:
+            self.pool.require(missing)  # one group alone takes all or nothing by itself
         holdings.grow(sequence, missing)
 
     def has_room(self, sequence: SequenceKV, length: int) -> bool:

@@ -91,17 +91,18 @@ class PageArena:
         return pages
 
     def _pop_least_recent(self, count: int) -> list[int]:
-        lru, dead = self._lru, self._dead
+        popleft, dead = self._lru.popleft, self._dead
         self.num_cached -= count
         popped: list[int] = []
-        while len(popped) < count:
-            page = lru.popleft()
-            if page not in dead:
-                popped.append(page)
-            elif dead[page] == 1:
-                del dead[page]
-            else:
+        while count:
+            page = popleft()
+            if page in dead:
                 dead[page] -= 1
+                if not dead[page]:
+                    del dead[page]
+            else:
+                popped.append(page)
+                count -= 1
         return popped
 
     def retain(self, pages: Iterable[int]) -> None:

@@ -169,14 +169,17 @@ class Chain:
     def _hashed(self, data: bytes, start: int) -> list[bytes]:
         """The bases of the blocks in `data`, the first of which starts at position `start`."""
         hashed: list[bytes] = []
-        append, copy, base, grain = hashed.append, _EMPTY.copy, self.bases[-1], self.grain
-        width = grain * TOKEN_BYTES
-        for block in unpack(f"{width}s" * (len(data) // width), data):
+        append, copy, base, width = hashed.append, _EMPTY.copy, self.bases[-1], self.grain * TOKEN_BYTES
+        blocks = unpack(f"{width}s" * (len(data) // width), data)
+        if self.media:
+            starts = range(start, start + len(blocks) * self.grain, self.grain)
+            blocks = tuple(
+                block + self._media_bytes(start, start + self.grain)
+                for block, start in zip(blocks, starts, strict=True)
+            )
+        for block in blocks:
             hasher = copy()
             hasher.update(base + block)
-            if self.media:
-                hasher.update(self._media_bytes(start, start + grain))
-                start += grain
             base = hasher.digest()
             append(base)
         return hashed

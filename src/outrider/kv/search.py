@@ -15,7 +15,7 @@ from typing import NamedTuple
 from outrider.kv.footprint import GroupSpec
 from outrider.kv.intervals import Interval
 from outrider.kv.pages import SINK
-from outrider.kv.prefix import Chain, GroupIndex, Tier
+from outrider.kv.prefix import RUN_BLOCKS, Chain, GroupIndex, Tier
 
 
 class Found(NamedTuple):
@@ -26,8 +26,6 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
-FEWEST_LOOKUPS = 16
-"""Pages looked up at a time."""
 
 
 class GroupView:
@@ -121,7 +119,7 @@ class GroupView:
         """Follow the chain through the device's index for as long as it holds.
 
         Pages are looked up many at a time, at the speed of C; not many against what was found before them, so
-        that a miss wastes little. Finding nothing at all is common, and cheap to make sure of.
+        that a miss wastes little; and in whole runs, whose keys may be remembered. Finding nothing at all is common, and cheap to make sure of.
         """
         get, whole, keys = self._index.pages.get, self.whole, self._chain.keys
         tokens, size, reach = self._tokens, self.page_tokens, self.reach
@@ -129,7 +127,8 @@ class GroupView:
         if not whole and known and self.key(0) not in self._index.pages:
             return
         while len(whole) < known:
-            first, stop = len(whole), min(known, len(whole) + max(FEWEST_LOOKUPS, len(whole) // 4))
+            runs = 1 + len(whole) // (4 * RUN_BLOCKS)
+            first, stop = len(whole), min(known, len(whole) + runs * RUN_BLOCKS)
             found = list(map(get, keys(tokens, size, reach, first, stop), repeat(SINK)))
             if not all(found):
                 whole += found[: found.index(SINK)]

@@ -118,7 +118,7 @@ class Planner:
             row = new_row(
                 StepRow,
                 (
-                    request.spec.id,
+                    request.id,
                     request.epoch,
                     start,
                     count,
@@ -206,7 +206,7 @@ class Planner:
                 k = tap_rows = catch_up_rows = 0
                 feed_to = None
         row = StepRow(
-            request.spec.id,
+            request.id,
             request.epoch,
             start,
             count,

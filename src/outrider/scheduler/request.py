@@ -82,6 +82,8 @@ class Request:
     """Mutable state of one request; only the scheduler changes it."""
 
     spec: RequestSpec
+    id: str
+    """The spec's: every step asks for it."""
     tokens: array[int]
     arrival: int
     kv: SequenceKV
@@ -109,10 +111,6 @@ class Request:
     protected: bool = False
     stalled: bool = False
     finish: str | None = None
-
-    @property
-    def id(self) -> str:
-        return self.spec.id
 
     @property
     def rank(self) -> tuple[bool, int, int]:

@@ -121,6 +121,7 @@ class Scheduler:
         )
         request = Request(
             spec=spec,
+            id=spec.id,
             tokens=tokens,
             arrival=arrival,
             kv=sequence,
