@@ -10,9 +10,9 @@ from random import Random
 import pytest
 from tests.kv.fakes import drafter, full, ids, make_manager, sliding
 
-from outrider.kv import CacheIdentity, KVLayout, Sliding
+from outrider.kv import CacheIdentity, KVLayout, Sliding, prefix
 from outrider.kv.footprint import KVFootprint
-from outrider.kv.prefix import Chain, GroupIndex, Media, PageRecords, group_tag
+from outrider.kv.prefix import Chain, GroupIndex, KnownRuns, Media, PageRecords, group_tag
 
 ROOT = CacheIdentity().root()
 
@@ -72,6 +72,48 @@ def test_truncating_forgets_every_block_that_is_not_wholly_below(end: int) -> No
         tokens[place] += 5000
     chain.extend(tokens, 24)
     assert chain.bases == bases(tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_hashed_before_give_the_same_bases_and_keys(seed: int) -> None:
+    """Sequences that share prefixes of any length, extended bit by bit, truncated, and keyed for several groups."""
+    rng, known, stem = Random(seed), KnownRuns(), ids(300)
+    for _ in range(20):
+        shared = rng.randrange(300)
+        tokens = stem[:shared] + ids(300 - shared, seed=rng.randrange(1000))
+        chain, plain = Chain(ROOT, 2, known_runs=known), Chain(ROOT, 2)
+        for _ in range(6):
+            end = rng.randrange(301)
+            for each in (chain, plain):
+                each.extend(tokens, end)
+                if rng.random() < 0.3:
+                    chain.truncate(end // 2)
+                    plain.truncate(end // 2)
+        for each in (chain, plain):
+            each.extend(tokens, 300)
+        assert chain.bases == plain.bases
+        for size, reach in ((2, 0), (2, 1), (4, 2), (6, 1), (64, 3)):
+            pages = (300 - reach) // size
+            first = rng.randrange(pages)
+            stop = rng.randrange(first, pages) + 1
+            keys = [
+                plain.bases[(page + 1) * size // 2] + plain.successors(tokens, (page + 1) * size, reach)
+                for page in range(first, stop)
+            ]
+            assert chain.keys(tokens, size, reach, first, stop) == keys
+            assert plain.keys(tokens, size, reach, first, stop) == keys
+
+
+def test_a_prefix_that_is_asked_for_again_stays_known_and_others_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(prefix, "MOST_YOUNG_RUNS", 8)
+    known, shared = KnownRuns(), ids(32)
+    for seed in range(100):
+        tokens = shared + ids(96, seed=seed)
+        chain = Chain(ROOT, 2, known_runs=known)
+        chain.extend(tokens, 128)
+        assert chain.bases == bases(tokens, grain=2)
+        assert known.get(ROOT + shared.tobytes()) is not None
+        assert len(known) <= 16
 
 
 IDENTITY = CacheIdentity()

@@ -67,8 +67,7 @@ class KVManager:
         self._publishers = [GroupPublisher(g, layout, self.pool, observer) for g in range(len(layout.groups))]
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
-        self._durable_lead = layout.footprint.durable_lead
-        self._drafter_limit = NEVER if layout.footprint.max_len is None else layout.footprint.max_len
+        self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
         """Some group frees pages before its sequence ends."""
         self._roots: dict[tuple[str, str], bytes] = {}
@@ -289,11 +288,10 @@ class KVManager:
 
     def export_intervals(self, sequence: SequenceKV) -> dict[int, Interval]:
         """The durable slots that may leave this worker, per group. Scratch is never among them."""
-        out: dict[int, Interval] = {}
-        for g, size in self.holdings.groups(sequence):
-            end = min(sequence.committed, self._durable_end(sequence, g))
-            out[g] = Interval(sequence.groups[g].held_from(size), end)
-        return out
+        return {
+            g: Interval(sequence.groups[g].held_from(size), min(sequence.committed, self._durable_end(sequence, g)))
+            for g, size in self.holdings.groups(sequence)
+        }
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -374,25 +372,19 @@ class KVManager:
     def _free_behind(self, sequence: SequenceKV, margin: int) -> None:
         """Give back pages that no query at or after the committed end, less the margin, reads."""
         for g, size in self.holdings.groups(sequence):
-            state = sequence.groups[g]
             end = min(sequence.committed, self._durable_end(sequence, g))
             needed = self.layout.groups[g].kind.needed(end, margin)
-            self.holdings.free_front(g, state, needed.start // size)
+            self.holdings.free_front(g, sequence.groups[g], needed.start // size)
 
     def _next_event(self, sequence: SequenceKV) -> None:
         """The first committed end at which a page completes or leaves a window."""
-        event, groups, holdings = NEVER, sequence.groups, self.holdings
-        if self.config.prefix_caching:
-            for g, size in holdings.target:
-                completes = (groups[g].published + 1) * size
-                if completes < event:
-                    event = completes
-            for g, size in holdings.draft if sequence.drafting else ():
-                completes = (groups[g].published + 1) * size - self._durable_lead
-                if completes < event:
-                    event = completes
-        for g, size in holdings.groups(sequence) if self._slides else ():
-            freed_at = self.layout.groups[g].kind.freed_at((groups[g].first_page + 1) * size)
+        event = NEVER
+        for g, size in self.holdings.groups(sequence):
+            state = sequence.groups[g]
+            if self.config.prefix_caching:
+                lead = self._durable_lead if g >= self.layout.num_target else 0
+                event = min(event, (state.published + 1) * size - lead)
+            freed_at = self.layout.groups[g].kind.freed_at((state.first_page + 1) * size) if self._slides else None
             if freed_at is not None:
                 event = min(event, freed_at + self.config.keep_margin)
         sequence.next_event = event

@@ -120,14 +120,15 @@ class PageArena:
         refs, published, free = self.refs, self.published, self._free
         cached = []
         for page in pages:
-            holders = refs[page]
-            refs[page] = holders - 1
-            if holders == 1:
-                if published[page]:
-                    cached.append(page)
-                else:
-                    free.append(page)
-            assert holders, f"page {page} of arena {self.index} released too often"
+            left = refs[page] - 1
+            refs[page] = left
+            if left > 0:
+                continue
+            assert not left, f"page {page} of arena {self.index} released too often"
+            if published[page]:
+                cached.append(page)
+            else:
+                free.append(page)
         self._lru += cached
         self.num_cached += len(cached)
         if len(self._lru) > 2 * self.num_pages:
@@ -173,7 +174,9 @@ class PageArena:
         """Every page but the sink is in exactly one place."""
         free, cached = set(self._free), set(self._cached_pages())
         assert len(free) == len(self._free), f"arena {self.index}: a page is on the free list twice"
-        assert len(cached) == self.num_cached, f"arena {self.index}: {self.num_cached} cached pages, {len(cached)} in the LRU"
+        assert len(cached) == self.num_cached, (
+            f"arena {self.index}: {self.num_cached} cached pages, {len(cached)} in the LRU"
+        )
         assert not free & cached and not (free | cached) & self.quarantined
         for page in range(1, self.num_pages):
             idle = page in free or page in cached or page in self.quarantined

@@ -31,9 +31,9 @@ class PagePool:
         self.indexes = [GroupIndex(records[arena]) for arena in layout.arena_of]
         self._observer = observer
         self._arena_of = layout.arena_of
-        self._groups_of = [
-            [group for group, arena in enumerate(layout.arena_of) if arena == index] for index in range(len(arena_pages))
-        ]
+        self._groups_of: list[list[int]] = [[] for _ in arena_pages]
+        for group, arena in enumerate(layout.arena_of):
+            self._groups_of[arena].append(group)
         self._last_planned = -1
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()

@@ -289,22 +289,23 @@ class GroupIndex:
     def insert(self, new: Iterable[PageEntry]) -> None:
         """Enter pages, none of which is here, under keys, none of which is known."""
         pages, records = self.pages, self._records
-        keys, parents, contents = records.keys, records.parents, records.contents
-        first_child = self._children.setdefault
+        keys, parents, contents, children = records.keys, records.parents, records.contents, self._children
         for page, key, parent, content in new:
             pages[key] = page
             keys[page] = key
             parents[page] = parent
             contents[page] = content
             if content:
-                sibling = first_child(parent, page)
-                if sibling != page:
-                    self._branch(parent, sibling, page)
+                if parent in children:
+                    self._branch(parent, page)
+                else:
+                    children[parent] = page
 
-    def _branch(self, parent: bytes, sibling: int, page: int) -> None:
+    def _branch(self, parent: bytes, page: int) -> None:
         text, siblings = self._records.text, self._branches.get(parent)
         if siblings is None:
-            siblings = self._branches[parent] = [(text(sibling), sibling)]
+            first = self._children[parent]
+            siblings = self._branches[parent] = [(text(first), first)]
         insort(siblings, (text(page), page))
 
     def remove(self, gone: Iterable[int]) -> None:

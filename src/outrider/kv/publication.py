@@ -1,9 +1,9 @@
 """Entering pages into the prefix index: full, durable, and worth keeping.
 
-    tokens   | page first ... page stop-1 | reach |
-    parent   = base at the page's start
-    key      = base at the page's end, then the reach tokens after the page
-    content  = the page's tokens: with the reach, what a hit inside the page is compared with
+tokens   | page first ... page stop-1 | reach |
+parent   = base at the page's start
+key      = base at the page's end, then the reach tokens after the page
+content  = the page's tokens: with the reach, what a hit inside the page is compared with
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class GroupView:
         """Follow the chain through the device's index for as long as it holds.
 
         Pages are looked up many at a time, at the speed of C; not many against what was found before them, so
-        that a miss wastes little; and in whole runs, whose keys may be remembered. Finding nothing at all is common, and cheap to make sure of.
+        that a miss wastes little; and in whole runs, whose keys may be remembered. Finding nothing at all is
+        common, and cheap to make sure of.
         """
         get, whole, keys = self._index.pages.get, self.whole, self._chain.keys
         tokens, size, reach = self._tokens, self.page_tokens, self.reach

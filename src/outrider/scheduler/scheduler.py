@@ -296,8 +296,7 @@ class Scheduler:
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
             request_id, samples = row.request, row.samples
             request = requests.get(request_id)
-            flight = request.flight if request is not None else None
-            if request is None or not flight or flight[0] is not row:
+            if request is None or not (flight := request.flight) or flight[0] is not row:
                 continue  # gone meanwhile
             del flight[0]
             if not samples:
@@ -320,16 +319,20 @@ class Scheduler:
                 else:
                     commit_kv(request, row, len(known) - 1)
             updates.append(new_update(Update, (request_id, tokens, finish)))
-            for number, token in enumerate(forks, start=1):
-                updates.append(self._fork(request, row, number, token))
-            if finish == "prefilled":
-                self.roster.hold(request)
-            elif finish is not None:
-                self.roster.finish(request, finish)
+            if forks:
+                updates += [self._fork(request, row, number, token) for number, token in enumerate(forks, start=1)]
+            if finish is not None:
+                self._end(request, finish)
         self.num_drafts += num_drafts
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         return updates
+
+    def _end(self, request: Request, finish: str) -> None:
+        if finish == "prefilled":
+            self.roster.hold(request)
+        else:
+            self.roster.finish(request, finish)
 
     def _hands_over(self, request: Request) -> bool:
         """Is this the end of a prefill worker's part, and not of the request?"""
