@@ -270,7 +270,7 @@ def test_draft_groups_of_one_drafter_end_together() -> None:
     hand, watch = watched(full(page=8), footprint=drafter("eagle", *groups))
     hand.serve(ids(32))
     for page in list(hand.kv.pool.indexes[2].pages.values()):
-        hand.kv.pool.indexes[2].remove_page(page)
+        hand.kv.pool.indexes[2].remove([page])
     sequence = hand.admit(ids(24) + ids(9, seed=1))
     assert watch.hits[sequence.id] == (24, 1, (Interval(0, 23), Interval(23, 23)))
     assert [state.low for state in sequence.groups] == [0, 0, 23]
@@ -352,7 +352,7 @@ def test_a_drafter_that_reads_its_own_kv_takes_a_whole_run_and_none_above_a_gap(
     hand.kv.close(whole)
     hand.settle()
     index = hand.kv.pool.indexes[1]
-    index.remove_page(next(iter(index.pages.values())))
+    index.remove([next(iter(index.pages.values()))])
     above = hand.admit(ids(40))
     assert watch.hits[above.id] == (39, 0, (Interval(39, 39),))
 
@@ -361,7 +361,7 @@ def test_a_drafter_that_reads_no_kv_takes_the_run_above_a_gap() -> None:
     hand, watch = watched(full(page=8), footprint=drafter("dflash"))
     hand.serve(ids(40))
     index = hand.kv.pool.indexes[1]
-    index.remove_page(list(index.pages.values())[1])
+    index.remove([list(index.pages.values())[1]])
     above = hand.admit(ids(40))
     assert watch.hits[above.id] == (39, 0, (Interval(16, 39),))
     assert above.groups[1].low == 16
@@ -371,7 +371,7 @@ def test_a_drafter_that_can_rebuild_starts_from_its_longest_prefix() -> None:
     hand, watch = watched(full(page=8), footprint=drafter("draft_model", slot_bytes=2))
     kv = hand.kv
     hand.serve(ids(40), total=48)
-    kv.pool.indexes[1].remove_page(list(kv.pool.indexes[1].pages.values())[2])
+    kv.pool.indexes[1].remove([list(kv.pool.indexes[1].pages.values())[2]])
     sequence = hand.admit(ids(40))
     assert watch.hits[sequence.id] == (39, 0, (Interval(0, 16),))
     assert sequence.draft_end == 16

@@ -15,9 +15,10 @@ def make_arena(num_pages: int = 9) -> tuple[PageArena, list[int]]:
     """An arena, and the pages that it evicts from now on."""
     evicted: list[int] = []
 
-    def on_evict(index: int, page: int) -> None:
-        evicted.append(page)
-        arena.published[page] = 0
+    def on_evict(index: int, pages: list[int]) -> None:
+        evicted.extend(pages)
+        for page in pages:
+            arena.published[page] = 0
 
     arena = PageArena(3, num_pages, on_evict)
     return arena, evicted
@@ -248,3 +249,17 @@ def test_tail_pages_of_a_request_are_evicted_before_its_head() -> None:
     taken = kv.pool.acquire(0, 8)
     assert [page for _arena, page in events.evictions] == [*reversed(old_pages[:3]), *reversed(new_pages[:3])]
     kv.pool.release(0, taken)
+
+
+def test_the_lru_does_not_grow_where_pages_are_used_again_and_again() -> None:
+    arena, evicted = make_arena(9)
+    pages = arena.acquire(8)
+    publish(arena, pages)
+    arena.release(pages)
+    for _ in range(100):
+        arena.retain(pages[2:5])
+        arena.release(pages[2:5])
+        arena.check_integrity()
+    assert len(arena._lru) <= 2 * arena.num_pages
+    arena.acquire(8)
+    assert evicted == pages[:2] + pages[5:] + pages[2:5]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from hashlib import blake2b
 from random import Random
 
 import pytest
 from tests.kv.fakes import drafter, full, ids, make_manager, sliding
 
-from outrider.kv import CacheIdentity, KVLayout, Sliding
+from outrider.kv import CacheIdentity, KVLayout, Sliding, prefix
 from outrider.kv.footprint import KVFootprint
-from outrider.kv.prefix import Chain, GroupIndex, Media, group_tag
+from outrider.kv.prefix import Chain, GroupIndex, KnownRuns, Media, PageRecords, group_tag
 
 ROOT = CacheIdentity().root()
 
@@ -71,6 +72,48 @@ def test_truncating_forgets_every_block_that_is_not_wholly_below(end: int) -> No
         tokens[place] += 5000
     chain.extend(tokens, 24)
     assert chain.bases == bases(tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_hashed_before_give_the_same_bases_and_keys(seed: int) -> None:
+    """Sequences that share prefixes of any length, extended bit by bit, truncated, and keyed for several groups."""
+    rng, known, stem = Random(seed), KnownRuns(), ids(300)
+    for _ in range(20):
+        shared = rng.randrange(300)
+        tokens = stem[:shared] + ids(300 - shared, seed=rng.randrange(1000))
+        chain, plain = Chain(ROOT, 2, known_runs=known), Chain(ROOT, 2)
+        for _ in range(6):
+            end = rng.randrange(301)
+            for each in (chain, plain):
+                each.extend(tokens, end)
+                if rng.random() < 0.3:
+                    chain.truncate(end // 2)
+                    plain.truncate(end // 2)
+        for each in (chain, plain):
+            each.extend(tokens, 300)
+        assert chain.bases == plain.bases
+        for size, reach in ((2, 0), (2, 1), (4, 2), (6, 1), (64, 3)):
+            pages = (300 - reach) // size
+            first = rng.randrange(pages)
+            stop = rng.randrange(first, pages) + 1
+            keys = [
+                plain.bases[(page + 1) * size // 2] + plain.successors(tokens, (page + 1) * size, reach)
+                for page in range(first, stop)
+            ]
+            assert chain.keys(tokens, size, reach, first, stop) == keys
+            assert plain.keys(tokens, size, reach, first, stop) == keys
+
+
+def test_a_prefix_that_is_asked_for_again_stays_known_and_others_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(prefix, "MOST_YOUNG_RUNS", 8)
+    known, shared = KnownRuns(), ids(32)
+    for seed in range(100):
+        tokens = shared + ids(96, seed=seed)
+        chain = Chain(ROOT, 2, known_runs=known)
+        chain.extend(tokens, 128)
+        assert chain.bases == bases(tokens, grain=2)
+        assert known.get(ROOT + shared.tobytes()) is not None
+        assert len(known) <= 16
 
 
 IDENTITY = CacheIdentity()
@@ -207,10 +250,6 @@ def test_tags_tell_every_group_from_every_other() -> None:
 # ---- the index -----------------------------------------------------------------------------------------
 
 
-def make_index(num_pages: int = 200) -> GroupIndex:
-    return GroupIndex([0] * num_pages)
-
-
 def brute_force_closest(entries: dict[int, tuple[bytes, bytes]], parent: bytes, content: bytes) -> int:
     """The most tokens that any page after this parent has in common with `content`."""
     best = 0
@@ -229,11 +268,15 @@ PARENT = b"p" * 32
 """Bases are digests, so a parent always has this length."""
 
 
+def digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=32).digest()
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("alphabet", [(1, 2), (0, 255, 256, 65536, 2**32 - 1), tuple(range(50))])
 def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet: tuple[int, ...]) -> None:
     rng = Random(seed)
-    index, entries = make_index(), {}
+    index, entries = GroupIndex(PageRecords(200)), {}
     parents = [PARENT, b"q" * 32]
 
     def some_tokens(count: int) -> bytes:
@@ -246,11 +289,12 @@ def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet
         if key not in known_keys:
             known_keys.add(key)
             with_media = rng.random() < 0.1
-            index.insert([(b"" if with_media else content, page, key, parent)])
+            tokens, reach = content[:20], content[20:]
+            index.insert([(page, digest(parent + tokens) + reach, parent, b"" if with_media else tokens)])
             entries[page] = (b"" if with_media else content, parent)
         if entries and rng.random() < 0.4:
             gone = rng.choice(list(entries))
-            index.remove_page(gone)
+            index.remove([gone])
             content, parent = entries.pop(gone)
             known_keys.discard(parent + content)
         wanted, parent = some_tokens(rng.randint(0, 8)), rng.choice([*parents, b"r" * 32])
@@ -264,14 +308,14 @@ def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet
 
 
 def test_a_removed_page_is_found_no_more() -> None:
-    index = make_index()
+    index = GroupIndex(PageRecords(200))
     contents = [array("I", [1, 2, last]).tobytes() for last in range(4)]
     for page, content in enumerate(contents, start=1):
-        index.insert([(content, page, b"key" + content, PARENT)])
+        index.insert([(page, digest(content), PARENT, content)])
     for page, content in enumerate(contents, start=1):
         assert index.closest(PARENT, content) == (page, 3)
-        index.remove_page(page)
-        assert b"key" + content not in index.pages
+        index.remove([page])
+        assert digest(content) not in index.pages
         found, agree = index.closest(PARENT, content)
         assert found != page
         assert agree == (2 if page < 4 else 0)
@@ -279,11 +323,11 @@ def test_a_removed_page_is_found_no_more() -> None:
 
 
 def test_a_cleared_index_finds_nothing() -> None:
-    index = make_index()
+    index = GroupIndex(PageRecords(200))
     content = array("I", [1, 2]).tobytes()
-    index.insert([(content, 1, b"a", PARENT), (content + content, 2, b"b", b"a" * 32)])
+    index.insert([(1, digest(b"a"), PARENT, content), (2, digest(b"b"), digest(b"a"), content + content)])
     index.clear()
     assert len(index) == 0
     assert index.closest(PARENT, content) == (0, 0)
-    index.insert([(content, 5, b"a", PARENT)])
+    index.insert([(5, digest(b"a"), PARENT, content)])
     assert index.closest(PARENT, content) == (5, 2)

@@ -70,7 +70,10 @@ class Holdings:
         g, size, placement = seat.view.group, seat.view.page_tokens, seat.placement
         first = placement.first_page
         spare = self.pool.acquire(g, seat.num_fresh)
-        filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
+        if None in placement.pages:
+            filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
+        else:
+            filled = placement.shared + spare
         if self._observer:
             for offset, page in enumerate(placement.pages):
                 if page is not None:
@@ -162,7 +165,7 @@ class Holdings:
 
     def give_back(self, g: int, pages: Sequence[int]) -> None:
         """Let go of pages of one group; those nearest the end are evicted first."""
-        held = list(reversed(pages))
+        held = list(pages[::-1])
         if SINK in held:
             held = [page for page in held if page != SINK]
         self._cancel_copies(g, held)
@@ -237,10 +240,24 @@ class Holdings:
     # ---- what follows from it ----------------------------------------------------------------------
 
     def measure_room(self, sequence: SequenceKV) -> None:
-        """How far each owner's pages reach, and where its last page starts."""
-        sequence.target_room, sequence.target_last_page_start = _room(sequence.groups, self.target)
-        draft = self.draft if sequence.drafting else []
-        sequence.draft_room, sequence.draft_last_page_start = _room(sequence.groups, draft)
+        """How far each owner's pages reach, and the last v at which a page is surplus."""
+        groups, room, surplus = sequence.groups, NEVER, -1
+        headroom = sequence.target_headroom
+        for g, size in self.target:
+            end = len(groups[g].pages) * size
+            if end < room:
+                room = end
+            if end - size - headroom > surplus:
+                surplus = end - size - headroom
+        sequence.target_room, room = room, NEVER
+        headroom = sequence.draft_headroom
+        for g, size in self.draft if sequence.drafting else ():
+            end = len(groups[g].pages) * size
+            if end < room:
+                room = end
+            if end - size - headroom > surplus:
+                surplus = end - size - headroom
+        sequence.draft_room, sequence.surplus_until = room, surplus
 
     def assign(self, sequence: SequenceKV, g: int, first_page: int = 0) -> None:
         """Tell the runner about the table of one group from a page number on."""
@@ -294,15 +311,3 @@ class Holdings:
         for arena, counted in zip(self.pool.arenas, self.count_references(sequences), strict=True):
             arena.check_integrity()
             assert counted == arena.refs, f"arena {arena.index}: ledger and reference counts disagree"
-
-
-def _room(states: Sequence[GroupPages], groups: GroupSizes) -> tuple[int, int]:
-    """Where the shortest of the groups ends, and where the last page of the longest starts."""
-    room, last_page_start = NEVER, -1
-    for g, size in groups:
-        end = len(states[g].pages) * size
-        if end < room:
-            room = end
-        if end - size > last_page_start:
-            last_page_start = end - size
-    return room, last_page_start

@@ -110,7 +110,6 @@ class SequenceKV:
         "copy_step",
         "draft_end",
         "draft_headroom",
-        "draft_last_page_start",
         "draft_room",
         "drafting",
         "groups",
@@ -122,8 +121,8 @@ class SequenceKV:
         "namespace",
         "next_event",
         "skip_tiers",
+        "surplus_until",
         "target_headroom",
-        "target_last_page_start",
         "target_room",
         "tokens",
     )
@@ -163,8 +162,8 @@ class SequenceKV:
         # Bounds that let the common step touch nothing but two integers.
         self.target_room = 0
         self.draft_room = 0
-        self.target_last_page_start = -1
-        self.draft_last_page_start = -1
+        self.surplus_until = -1
+        """At a committed end up to this one, a page is held that the next step cannot reach."""
         self.next_event = 0
         """Committing this position or a later one completes a page or frees one."""
 

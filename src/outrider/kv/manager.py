@@ -32,8 +32,8 @@ from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_s
 from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
-from outrider.kv.prefix import Chain, Media, Tier
-from outrider.kv.publication import Publisher
+from outrider.kv.prefix import Chain, KnownRuns, Media, Tier
+from outrider.kv.publication import GroupPublisher
 from outrider.kv.search import GroupView
 from outrider.kv.sizing import Sizing, resident_pages
 
@@ -64,12 +64,14 @@ class KVManager:
         self.hit_tokens = 0
         self.queried_tokens = 0
         self._observer = observer
-        self._publisher = Publisher(layout, self.pool, observer)
+        self._publishers = [GroupPublisher(g, layout, self.pool, observer) for g in range(len(layout.groups))]
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
+        self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
         """Some group frees pages before its sequence ends."""
         self._roots: dict[tuple[str, str], bytes] = {}
+        self._known_runs = KnownRuns()
 
     def _durable_end(self, sequence: SequenceKV, group: int) -> int:
         return sequence.committed if group < self.layout.num_target else sequence.draft_end
@@ -91,7 +93,7 @@ class KVManager:
         if id in self.sequences:
             raise RequestError(f"request id {id!r} is in use; choose another")
         self._sizing.check(id, total_tokens, k)
-        chain = Chain(self._root(adapter, salt), self.layout.grain, media)
+        chain = Chain(self._root(adapter, salt), self.layout.grain, media, self._known_runs)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
         sequence.headrooms = (self.config.steps_ahead, ahead)
@@ -160,9 +162,10 @@ class KVManager:
             self._observer.admitted(sequence)
         self.queried_tokens += limit
         self.hit_tokens += hit.end
-        if not sequence.loads:
+        if sequence.loads:
+            holdings.measure_room(sequence)
+        else:
             self._start_at(sequence, hit.end)
-        holdings.measure_room(sequence)
         holdings.assign_all(sequence)
         return Admission(hit.end, tuple(sequence.loads))
 
@@ -302,14 +305,16 @@ class KVManager:
         holdings, missing = self.holdings, []
         if target_end > sequence.target_room:
             missing = holdings.missing(sequence, holdings.target, target_end)
-            self.pool.require(missing)
         if draft_end > sequence.draft_room:
             draft_missing = holdings.missing(sequence, holdings.draft, draft_end)
             try:
                 self.pool.require(missing + draft_missing)
                 missing += draft_missing
             except OutOfPages:
+                self.pool.require(missing)
                 self.drop_draft(sequence)
+        elif len(missing) > 1:
+            self.pool.require(missing)  # one group alone takes all or nothing by itself
         holdings.grow(sequence, missing)
 
     def has_room(self, sequence: SequenceKV, length: int) -> bool:
@@ -332,17 +337,15 @@ class KVManager:
         """
         sequence.committed = v
         if sequence.drafting:
-            sequence.draft_end = self._footprint.durable_end(v) if fed_to is None else fed_to
+            # Nearly every step comes through here, so footprint.durable_end(v) is written out.
+            end = v + self._durable_lead if fed_to is None else fed_to
+            sequence.draft_end = end if end < self._drafter_limit else self._drafter_limit
         if self._observer:
             self._observer.committing(sequence)
         if v >= sequence.next_event:
             self._advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
-        v += ahead
-        if (
-            v + sequence.target_headroom <= sequence.target_last_page_start
-            or v + sequence.draft_headroom <= sequence.draft_last_page_start
-        ):
-            self._trim(sequence, v)
+        if v + ahead <= sequence.surplus_until:
+            self._trim(sequence, v + ahead)
 
     def _advance(self, sequence: SequenceKV, *, margin: int) -> None:
         """A page was completed, or left its window. `margin`: positions before the end that tap rows will query."""
@@ -362,27 +365,25 @@ class KVManager:
             if stop <= state.published:
                 continue
             first, state.published = max(state.published, state.first_page), stop
-            if g < num_target or self._footprint.publishes_above(state.low):
-                self._publisher.publish(sequence, g, first, stop)
+            if first < stop and (g < num_target or self._footprint.publishes_above(state.low)):
+                self._publishers[g].publish(sequence, first, stop)
 
     def _free_behind(self, sequence: SequenceKV, margin: int) -> None:
         """Give back pages that no query at or after the committed end, less the margin, reads."""
         for g, size in self.holdings.groups(sequence):
-            state = sequence.groups[g]
             end = min(sequence.committed, self._durable_end(sequence, g))
             needed = self.layout.groups[g].kind.needed(end, margin)
-            self.holdings.free_front(g, state, needed.start // size)
+            self.holdings.free_front(g, sequence.groups[g], needed.start // size)
 
     def _next_event(self, sequence: SequenceKV) -> None:
         """The first committed end at which a page completes or leaves a window."""
-        event, groups, holdings = NEVER, sequence.groups, self.holdings
-        if self.config.prefix_caching:
-            for g, size in holdings.target:
-                event = min(event, (groups[g].published + 1) * size)
-            for g, size in holdings.draft if sequence.drafting else ():
-                event = min(event, (groups[g].published + 1) * size - self._footprint.durable_lead)
-        for g, size in holdings.groups(sequence) if self._slides else ():
-            freed_at = self.layout.groups[g].kind.freed_at((groups[g].first_page + 1) * size)
+        event = NEVER
+        for g, size in self.holdings.groups(sequence):
+            state = sequence.groups[g]
+            if self.config.prefix_caching:
+                lead = self._durable_lead if g >= self.layout.num_target else 0
+                event = min(event, (state.published + 1) * size - lead)
+            freed_at = self.layout.groups[g].kind.freed_at((state.first_page + 1) * size) if self._slides else None
             if freed_at is not None:
                 event = min(event, freed_at + self.config.keep_margin)
         sequence.next_event = event

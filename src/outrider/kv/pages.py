@@ -7,13 +7,15 @@ Every page but the sink is in exactly one place:
                         └────retain────  cached (LRU) ◀┘ ──evict──▶ free
                       held ──quarantine──▶ quarantined ──restore──▶ held
 
+The LRU is a queue of pages in the order of their release. A page that is retained again stays in it as a dead
+entry, to be skipped when it comes up, and joins it once more at its next release.
 A page whose last holder let go while a step could still touch it stays held until that step completes:
 the pool defers the release, and the page is pending.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from outrider.errors import ConfigError, OutOfPages
@@ -23,9 +25,20 @@ SINK = 0
 
 
 class PageArena:
-    __slots__ = ("_cached", "_free", "_on_evict", "index", "num_pages", "published", "quarantined", "refs")
+    __slots__ = (
+        "_dead",
+        "_free",
+        "_lru",
+        "_on_evict",
+        "index",
+        "num_cached",
+        "num_pages",
+        "published",
+        "quarantined",
+        "refs",
+    )
 
-    def __init__(self, index: int, num_pages: int, on_evict: Callable[[int, int], None]) -> None:
+    def __init__(self, index: int, num_pages: int, on_evict: Callable[[int, list[int]], None]) -> None:
         if num_pages < 2:
             raise ConfigError(
                 f"arena {index} has {num_pages} page(s); it needs at least 2, since one is the sink: raise the memory"
@@ -37,9 +50,12 @@ class PageArena:
         self.published = bytearray(num_pages)
         """Group number + 1 while the page is in the prefix index, else 0."""
         self.quarantined: set[int] = set()
+        self.num_cached = 0
         # A stack: a page freed last is likely still in the cache of the processor.
         self._free = list(range(num_pages - 1, SINK, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._lru: deque[int] = deque()
+        self._dead: dict[int, int] = {}
+        """How many dead entries a page has in the LRU; they come before its live one."""
         self._on_evict = on_evict
 
     @property
@@ -47,13 +63,9 @@ class PageArena:
         return len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
     def num_available(self) -> int:
         """Pages that acquire() can hand out: free ones, then cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_held(self) -> int:
@@ -62,44 +74,75 @@ class PageArena:
 
     def acquire(self, count: int) -> list[int]:
         """Take `count` pages, evicting the least recently used cached ones. All or nothing."""
-        free = self._free
+        free, refs = self._free, self.refs
         missing = count - len(free)
         if missing > 0:
-            if missing > len(self._cached):
-                raise OutOfPages(self.index, missing - len(self._cached))
-            for _ in range(missing):
-                page, _none = self._cached.popitem(last=False)
-                self._on_evict(self.index, page)
-                free.append(page)
+            if missing > self.num_cached:
+                raise OutOfPages(self.index, missing - self.num_cached)
+            evicted = self._pop_least_recent(missing)
+            self._on_evict(self.index, evicted)
+            free += evicted
         if count == 0:
             return []
         pages = free[-count:]
         del free[-count:]
-        refs = self.refs
         for page in pages:
             refs[page] = 1
         return pages
 
+    def _pop_least_recent(self, count: int) -> list[int]:
+        popleft, dead = self._lru.popleft, self._dead
+        self.num_cached -= count
+        popped: list[int] = []
+        while count:
+            page = popleft()
+            if page in dead:
+                dead[page] -= 1
+                if not dead[page]:
+                    del dead[page]
+            else:
+                popped.append(page)
+                count -= 1
+        return popped
+
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holder for each page; a cached page leaves the LRU."""
-        refs = self.refs
+        """One more holder for each page; a cached page is cached no more."""
+        refs, dead = self.refs, self._dead
         for page in pages:
-            if refs[page] == 0:
-                del self._cached[page]
-            refs[page] += 1
+            holders = refs[page]
+            if not holders:
+                dead[page] = dead.get(page, 0) + 1
+                self.num_cached -= 1
+            refs[page] = holders + 1
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder fewer for each page. The first pages given are evicted first."""
-        refs, published, free, cached = self.refs, self.published, self._free, self._cached
+        refs, published, free = self.refs, self.published, self._free
+        cached = []
         for page in pages:
             left = refs[page] - 1
-            assert left >= 0, f"page {page} of arena {self.index} released too often"
             refs[page] = left
-            if left == 0:
-                if published[page]:
-                    cached[page] = None
-                else:
-                    free.append(page)
+            if left > 0:
+                continue
+            assert not left, f"page {page} of arena {self.index} released too often"
+            if published[page]:
+                cached.append(page)
+            else:
+                free.append(page)
+        self._lru += cached
+        self.num_cached += len(cached)
+        if len(self._lru) > 2 * self.num_pages:
+            self._drop_dead_entries()
+
+    def _cached_pages(self) -> list[int]:
+        """The least recently used page first."""
+        last_entries = dict.fromkeys(reversed(self._lru))
+        return [page for page in reversed(last_entries) if not self.refs[page]]
+
+    def _drop_dead_entries(self) -> None:
+        """Keep the LRU from growing where pages are used again and again, and none is evicted."""
+        self._lru = deque(self._cached_pages())
+        self._dead.clear()
 
     def quarantine(self, pages: Iterable[int]) -> None:
         """Set aside pages that a lost transfer may still write to."""
@@ -116,10 +159,12 @@ class PageArena:
 
     def forget_cached(self) -> None:
         """Empty the LRU; the caller empties the index."""
-        for page in self._cached:
+        for page in self._cached_pages():
             self.published[page] = 0
             self._free.append(page)
-        self._cached.clear()
+        self._lru.clear()
+        self._dead.clear()
+        self.num_cached = 0
 
     def has_duplicates(self) -> bool:
         """Is a page on the free list twice?"""
@@ -127,8 +172,11 @@ class PageArena:
 
     def check_integrity(self) -> None:
         """Every page but the sink is in exactly one place."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), set(self._cached_pages())
         assert len(free) == len(self._free), f"arena {self.index}: a page is on the free list twice"
+        assert len(cached) == self.num_cached, (
+            f"arena {self.index}: {self.num_cached} cached pages, {len(cached)} in the LRU"
+        )
         assert not free & cached and not (free | cached) & self.quarantined
         for page in range(1, self.num_pages):
             idle = page in free or page in cached or page in self.quarantined

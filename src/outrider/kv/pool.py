@@ -13,7 +13,7 @@ from outrider.errors import ConfigError, OutOfPages
 from outrider.kv.layout import KVLayout
 from outrider.kv.observer import KVObserver
 from outrider.kv.pages import PageArena
-from outrider.kv.prefix import GroupIndex, PageEntry
+from outrider.kv.prefix import GroupIndex, PageRecords
 
 
 class PagePool:
@@ -27,10 +27,13 @@ class PagePool:
             )
         self.layout = layout
         self.arenas = [PageArena(index, pages, self._evict) for index, pages in enumerate(arena_pages)]
-        generations = [[0] * pages for pages in arena_pages]
-        self.indexes = [GroupIndex(generations[layout.arena_of[group]]) for group in range(len(layout.groups))]
+        records = [PageRecords(pages) for pages in arena_pages]
+        self.indexes = [GroupIndex(records[arena]) for arena in layout.arena_of]
         self._observer = observer
         self._arena_of = layout.arena_of
+        self._groups_of: list[list[int]] = [[] for _ in arena_pages]
+        for group, arena in enumerate(layout.arena_of):
+            self._groups_of[arena].append(group)
         self._last_planned = -1
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
@@ -110,24 +113,23 @@ class PagePool:
         self.arenas[index].restore(pages)
         self.release(group, pages)  # a step in flight may still copy into them
 
-    def publish(self, group: int, entries: list[PageEntry]) -> None:
-        arena = self._arena_of[group]
-        published, mark = self.arenas[arena].published, group + 1
-        self.indexes[group].insert(entries)
-        for _content, page, _key, _parent in entries:
-            published[page] = mark
-
-    def _evict(self, index: int, page: int) -> None:
-        self.indexes[self.arenas[index].published[page] - 1].remove_page(page)
-        self.arenas[index].published[page] = 0
+    def _evict(self, index: int, pages: list[int]) -> None:
+        """Take cached pages of one arena, of whatever groups, out of the index."""
+        published, groups = self.arenas[index].published, self._groups_of[index]
+        for group in groups:
+            mine = pages if len(groups) == 1 else [page for page in pages if published[page] == group + 1]
+            self.indexes[group].remove(mine)
+        for page in pages:
+            published[page] = 0
         if self._observer:
-            self._observer.evicted(index, page)
+            for page in pages:
+                self._observer.evicted(index, page)
 
     def reset_cache(self) -> None:
         """Forget every page that nobody holds; pages in use leave the index as well."""
         for arena in self.arenas:
             arena.forget_cached()
-            arena.published = bytearray(arena.num_pages)
+            arena.published[:] = bytes(arena.num_pages)
         for group_index in self.indexes:
             group_index.clear()
         if self._observer:

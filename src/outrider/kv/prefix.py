@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from operator import itemgetter
-from struct import iter_unpack
+from operator import add
+from struct import unpack
 from typing import NamedTuple, Protocol
 
 from outrider.kv.footprint import GroupSpec, KVFootprint
@@ -83,15 +83,67 @@ class Media(NamedTuple):
     digest: bytes
 
 
+RUN_BLOCKS = 16
+"""Blocks that are remembered together."""
+MOST_YOUNG_RUNS = 1024
+"""A run takes some 2 to 4 KB at 16 tokens a block."""
+
+
+class KnownRun:
+    """The bases of one run of blocks, and the keys that end in it."""
+
+    __slots__ = ("bases", "keys")
+
+    def __init__(self, bases: list[bytes]) -> None:
+        self.bases = bases
+        self.keys: dict[tuple[int, int], list[bytes]] = {}
+        """(page_tokens, reach) -> keys of all pages but the last, whose reach lies in the next run."""
+
+
+class KnownRuns:
+    """Runs of blocks that were hashed before: a prefix that many requests share is hashed once.
+
+    A run is known by what its hashing would read, the base before it and its raw tokens, compared in full.
+    When the young generation is full it becomes the old one; what is asked for again becomes young again.
+    """
+
+    __slots__ = ("_old", "_young")
+
+    def __init__(self) -> None:
+        self._young: dict[bytes, KnownRun] = {}
+        self._old: dict[bytes, KnownRun] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, hashed: bytes) -> KnownRun | None:
+        run = self._young.get(hashed)
+        if run is None:
+            run = self._old.pop(hashed, None)
+            if run is not None:
+                self.add(hashed, run)
+        return run
+
+    def add(self, hashed: bytes, run: KnownRun) -> None:
+        if len(self._young) >= MOST_YOUNG_RUNS:
+            self._old, self._young = self._young, {}
+        self._young[hashed] = run
+
+
 class Chain:
     """The bases of one sequence, extended as tokens become known."""
 
-    __slots__ = ("bases", "grain", "media")
+    __slots__ = ("_known_runs", "_runs", "bases", "grain", "media")
 
-    def __init__(self, root: bytes, grain: int, media: tuple[Media, ...] = ()) -> None:
+    def __init__(
+        self, root: bytes, grain: int, media: tuple[Media, ...] = (), known_runs: KnownRuns | None = None
+    ) -> None:
         self.bases = [root]
         self.grain = grain
         self.media = media
+        self._known_runs = None if media else known_runs
+        self._runs: list[KnownRun] = []
+        """The first runs of the sequence, without a gap."""
 
     def extend(self, tokens: array[int], end: int) -> None:
         """Hash every whole block of tokens[:end] that is not hashed yet."""
@@ -101,27 +153,81 @@ class Chain:
         if blocks <= done:
             return
         data = tokens[done * grain : blocks * grain].tobytes()
-        width = grain * TOKEN_BYTES
-        copy, base = _EMPTY.copy, bases[-1]
-        append = bases.append
-        start = done * grain
-        for (block,) in iter_unpack(f"{width}s", data):
+        if self._known_runs is not None and done == RUN_BLOCKS * len(self._runs):
+            data = self._extend_by_runs(self._known_runs, data)
+        bases += self._hashed(data, (len(bases) - 1) * grain)
+
+    def _extend_by_runs(self, known_runs: KnownRuns, data: bytes) -> bytes:
+        """Take whole runs of blocks off the front of `data`; return the rest."""
+        bases, run_bytes = self.bases, RUN_BLOCKS * self.grain * TOKEN_BYTES
+        stop = len(data) - len(data) % run_bytes
+        for offset in range(0, stop, run_bytes):
+            block_bytes = data[offset : offset + run_bytes]
+            hashed = bases[-1] + block_bytes
+            run = known_runs.get(hashed)
+            if run is None:
+                run = KnownRun(self._hashed(block_bytes, (len(bases) - 1) * self.grain))
+                known_runs.add(hashed, run)
+            bases += run.bases
+            self._runs.append(run)
+        return data[stop:]
+
+    def _hashed(self, data: bytes, start: int) -> list[bytes]:
+        """The bases of the blocks in `data`, the first of which starts at position `start`."""
+        hashed: list[bytes] = []
+        append, copy, base, width = hashed.append, _EMPTY.copy, self.bases[-1], self.grain * TOKEN_BYTES
+        blocks = unpack(f"{width}s" * (len(data) // width), data)
+        if self.media:
+            starts = range(start, start + len(blocks) * self.grain, self.grain)
+            blocks = tuple(
+                block + self._media_bytes(start, start + self.grain)
+                for block, start in zip(blocks, starts, strict=True)
+            )
+        for block in blocks:
             hasher = copy()
             hasher.update(base + block)
-            if self.media:
-                hasher.update(self._media_bytes(start, start + grain))
-                start += grain
             base = hasher.digest()
             append(base)
+        return hashed
 
     def truncate(self, end: int) -> None:
         """Forget blocks that are not wholly below `end`."""
         del self.bases[end // self.grain + 1 :]
+        del self._runs[end // self.grain // RUN_BLOCKS :]
 
     def successors(self, tokens: array[int], end: int, reach: int) -> bytes:
         """What stands for the `reach` tokens from `end` on, in a key."""
         data = tokens[end : end + reach].tobytes()
         return data + self._media_bytes(end, end + reach) if self.media else data
+
+    def keys(self, tokens: array[int], size: int, reach: int, first: int, stop: int) -> list[bytes]:
+        """Keys of pages [first, stop) of `size` tokens; all their tokens, and the reach after them, are known."""
+        step = size // self.grain
+        if not reach:
+            return self.bases[(first + 1) * step : stop * step + 1 : step]
+        keys: list[bytes] = []
+        pages = RUN_BLOCKS // step if RUN_BLOCKS % step == 0 else 0
+        while pages and first < stop and first % pages == 0 and first // pages < len(self._runs):
+            known, last = self._runs[first // pages].keys, first + pages - 1
+            if (size, reach) not in known:
+                known[size, reach] = self._joined_keys(tokens, size, reach, first, last)
+            keys += known[size, reach][: stop - first]
+            if last < stop:
+                end = (last + 1) * size
+                keys.append(self.bases[(last + 1) * step] + self.successors(tokens, end, reach))
+            first += pages
+        return keys + self._joined_keys(tokens, size, reach, first, stop) if first < stop else keys
+
+    def _joined_keys(self, tokens: array[int], size: int, reach: int, first: int, stop: int) -> list[bytes]:
+        """Bases and the tokens after them, put together."""
+        step = size // self.grain
+        bases = self.bases[(first + 1) * step : stop * step + 1 : step]
+        if self.media:
+            ends = range((first + 1) * size, (stop + 1) * size, size)
+            return [base + self.successors(tokens, end, reach) for base, end in zip(bases, ends, strict=True)]
+        stride, width = size * TOKEN_BYTES, reach * TOKEN_BYTES
+        after = tokens[(first + 1) * size : stop * size + reach].tobytes().ljust((stop - first) * stride)
+        return list(map(add, bases, unpack(f"{width}s{stride - width}x" * (stop - first), after)))
 
     def has_media(self, start: int, end: int) -> bool:
         return any(item.start < end and start < item.end for item in self.media)
@@ -137,105 +243,103 @@ class Chain:
         return b"".join(parts)
 
 
-PageEntry = tuple[bytes, int, bytes, bytes]
-"""One page to publish: (content, page, key, parent). `content` is its tokens and the reach after them, or
-empty if it holds media."""
-
-RUN_PAGES = 16
-"""Pages published together are also remembered in runs of this many, so that long hits take few look-ups."""
-
-
 class Tier(Protocol):
     """A place besides the device where pages may be found."""
 
     def contains(self, group: int, key: bytes) -> bool: ...
 
 
+PageEntry = tuple[int, bytes, bytes, bytes]
+"""One page to publish: (page, key, parent, content). `content` is its tokens, or empty if it holds media."""
+
+
+class PageRecords:
+    """What the index knows of each published page of one arena; a page is published in one group at a time.
+
+    Lists by page, since they are written far more often than read.
+    """
+
+    __slots__ = ("contents", "keys", "parents")
+
+    def __init__(self, num_pages: int) -> None:
+        self.keys = [b""] * num_pages
+        self.parents = [b""] * num_pages
+        self.contents = [b""] * num_pages
+        """A page's tokens; empty if it holds media."""
+
+    def text(self, page: int) -> bytes:
+        """The page's tokens and the reach after them, which is what its key ends with."""
+        return self.contents[page] + self.keys[page][DIGEST_BYTES:]
+
+
 class GroupIndex:
     """Published pages of one group, by key and, for hits that end inside a page, by parent.
 
-    Tables with an item for each page hold bytes and numbers only: the garbage collector never walks through
-    such dicts, so a full cache does not lengthen its pauses.
+    Tables with an item for each page hold bytes and numbers only: there is nothing in them for the garbage
+    collector to follow, so a full cache hardly lengthens its pauses.
     """
 
-    __slots__ = ("_branches", "_children", "_contents", "_generations", "_keys", "_parents", "_runs", "pages")
+    __slots__ = ("_branches", "_children", "_records", "pages")
 
-    def __init__(self, generations: list[int]) -> None:
-        """`generations` counts, per page of the arena, how often it left an index."""
+    def __init__(self, records: PageRecords) -> None:
         self.pages: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._contents: dict[int, bytes] = {}
-        self._parents: dict[int, bytes] = {}
+        self._records = records
         self._children: dict[bytes, int] = {}
         """One page after each parent: most have no other."""
         self._branches: dict[bytes, list[tuple[bytes, int]]] = {}
-        """(content, page) of all pages after a parent, sorted, where sequences part ways."""
-        self._runs: dict[bytes, tuple[tuple[int, ...], Callable[[list[int]], object], object]] = {}
-        """Key of a run's last page -> its pages, and their generations when it was remembered."""
-        self._generations = generations
+        """(text, page) of all pages after a parent, sorted, where sequences part ways."""
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def insert(self, new: Iterable[PageEntry]) -> None:
-        pages, keys, contents, parents = self.pages, self._keys, self._contents, self._parents
-        first_child = self._children.setdefault
-        for content, page, key, parent in new:
+        """Enter pages, none of which is here, under keys, none of which is known."""
+        pages, records = self.pages, self._records
+        keys, parents, contents, children = records.keys, records.parents, records.contents, self._children
+        for page, key, parent, content in new:
             pages[key] = page
             keys[page] = key
+            parents[page] = parent
+            contents[page] = content
             if content:
-                contents[page] = content
-                parents[page] = parent
-                sibling = first_child(parent, page)
-                if sibling != page:
-                    self._branch(parent, sibling, page)
+                if parent in children:
+                    self._branch(parent, page)
+                else:
+                    children[parent] = page
 
-    def _branch(self, parent: bytes, sibling: int, page: int) -> None:
-        siblings = self._branches.get(parent)
+    def _branch(self, parent: bytes, page: int) -> None:
+        text, siblings = self._records.text, self._branches.get(parent)
         if siblings is None:
-            siblings = self._branches[parent] = [(self._contents[sibling], sibling)]
-        insort(siblings, (self._contents[page], page))
+            first = self._children[parent]
+            siblings = self._branches[parent] = [(text(first), first)]
+        insort(siblings, (text(page), page))
 
-    def remove_page(self, page: int) -> None:
-        key = self._keys.pop(page)
-        del self.pages[key]
-        self._generations[page] += 1
-        self._runs.pop(key, None)
-        content = self._contents.pop(page, None)
-        if content is None:
-            return
-        parent = self._parents.pop(page)
-        siblings = self._branches.get(parent)
-        if siblings is None:
-            del self._children[parent]
-            return
-        del siblings[bisect_left(siblings, (content, page))]
+    def remove(self, gone: Iterable[int]) -> None:
+        records, pages, children, branches = self._records, self.pages, self._children, self._branches
+        keys, parents, contents = records.keys, records.parents, records.contents
+        for page in gone:
+            del pages[keys[page]]
+            if not contents[page]:
+                continue
+            parent = parents[page]
+            if parent in branches:
+                self._unbranch(parent, page)
+            else:
+                del children[parent]
+
+    def _unbranch(self, parent: bytes, page: int) -> None:
+        siblings = self._branches[parent]
+        del siblings[bisect_left(siblings, (self._records.text(page), page))]
         self._children[parent] = siblings[0][1]
         if len(siblings) == 1:
             del self._branches[parent]
 
     def clear(self) -> None:
-        for page in self._keys:
-            self._generations[page] += 1
-        self._runs.clear()
-        for table in (self.pages, self._keys, self._contents, self._parents, self._children, self._branches):
+        for table in (self.pages, self._children, self._branches):
             table.clear()
 
-    def remember_run(self, key: bytes, pages: list[int]) -> None:
-        """RUN_PAGES pages that follow each other, the last of them under `key`; all have just been inserted."""
-        generations_of = itemgetter(*pages)
-        self._runs[key] = (tuple(pages), generations_of, generations_of(self._generations))
-
-    def run_ending(self, key: bytes) -> tuple[int, ...]:
-        """The run whose last page has this key, if none of its pages has left the index since."""
-        run = self._runs.get(key)
-        if run is None:
-            return ()
-        pages, generations_of, generations = run
-        return pages if generations_of(self._generations) == generations else ()
-
-    def closest(self, parent: bytes, content: bytes) -> tuple[int, int]:
-        """The page after `parent` that agrees longest with `content`, and how many tokens agree.
+    def closest(self, parent: bytes, text: bytes) -> tuple[int, int]:
+        """The page after `parent` that agrees longest with `text`, and how many tokens agree.
 
         Among sorted byte strings the one with the longest common prefix is a neighbour of the place where
         the wanted one would stand, so the cost does not grow with the number of siblings.
@@ -245,13 +349,13 @@ class GroupIndex:
             return (0, 0)
         siblings = self._branches.get(parent)
         if siblings is None:
-            candidates = [(self._contents[child], child)]
+            candidates = [(self._records.text(child), child)]
         else:
-            place = bisect_left(siblings, (content, 0))
+            place = bisect_left(siblings, (text, 0))
             candidates = siblings[max(0, place - 1) : place + 1]
         best_page, best_tokens = 0, 0
         for known, page in candidates:
-            tokens = _common_tokens(known, content)
+            tokens = _common_tokens(known, text)
             if tokens > best_tokens:
                 best_page, best_tokens = page, tokens
         return (best_page, best_tokens)
@@ -260,6 +364,8 @@ class GroupIndex:
 def _common_tokens(left: bytes, right: bytes) -> int:
     """Whole tokens before the first bit that differs."""
     size = min(len(left), len(right))
+    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
+        return 0  # the common case of sequences that part ways at the end of a page
     differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not differing:
         return size // TOKEN_BYTES

@@ -1,77 +1,101 @@
-"""Entering pages into the prefix index: full, durable, and worth keeping."""
+"""Entering pages into the prefix index: full, durable, and worth keeping.
+
+tokens   | page first ... page stop-1 | reach |
+parent   = base at the page's start
+key      = base at the page's end, then the reach tokens after the page
+content  = the page's tokens: with the reach, what a hit inside the page is compared with
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from struct import unpack
 
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.observer import KVObserver
+from outrider.kv.pages import SINK
 from outrider.kv.pool import PagePool
-from outrider.kv.prefix import RUN_PAGES, TOKEN_BYTES, PageEntry
+from outrider.kv.prefix import TOKEN_BYTES
 
 
-class Publisher:
-    def __init__(self, layout: KVLayout, pool: PagePool, observer: KVObserver | None) -> None:
+class GroupPublisher:
+    """Publishes the pages of one group."""
+
+    def __init__(self, group: int, layout: KVLayout, pool: PagePool, observer: KVObserver | None) -> None:
+        self._group = group
         self._layout = layout
-        self._pool = pool
         self._observer = observer
+        self._size = layout.groups[group].page_tokens
+        self._reach = layout.reach[group]
+        self._step = self._size // layout.grain
+        self._retains_all = layout.retains_all[group]
+        self._index = pool.indexes[group]
+        self._published = pool.arena(group).published
 
-    def publish(self, sequence: SequenceKV, group: int, first: int, stop: int) -> None:
-        """Publish pages [first, stop) of one group; all their slots are durable, and their reach is known.
-
-        tokens   | page first ... page stop-1 | reach |
-        key      = base at the page's end, then the reach tokens after the page
-        content  = the page's tokens and the reach: what a hit inside the page is compared with
-        """
-        layout, chain = self._layout, sequence.chain
-        size, reach = layout.groups[group].page_tokens, layout.reach[group]
-        chain.extend(sequence.tokens, stop * size)
-        step = size // layout.grain
-        if stop - first == 1 and not self._observer and not chain.media:
-            self._publish_one(sequence, group, first, chain.bases[first * step], chain.bases[stop * step])
+    def publish(self, sequence: SequenceKV, first: int, stop: int) -> None:
+        """Publish pages [first, stop); all their slots are durable, and their reach is known."""
+        chain, tokens, size, step = sequence.chain, sequence.tokens, self._size, self._step
+        chain.extend(tokens, stop * size)
+        if stop - first == 1 and self._retains_all and not chain.media and not self._observer:
+            self._publish_one(sequence, first)
             return
-        bases = chain.bases[first * step : stop * step + 1 : step]
-        data = sequence.tokens[first * size : stop * size + reach].tobytes()
-        stride, width = size * TOKEN_BYTES, (size + reach) * TOKEN_BYTES
-        known, in_index = self._pool.indexes[group].pages, self._pool.arena(group).published
-        pages, observer, media = sequence.groups[group].pages, self._observer, chain.media
-        skims, offset = not layout.retains_all[group], 0
-        entries = []
-        for number in range(first, stop):
-            content = data[offset : offset + width]
-            offset += stride
-            key = bases[number - first + 1]
-            if reach:
-                key += chain.successors(sequence.tokens, (number + 1) * size, reach) if media else content[stride:]
-            page = pages[number]
-            if key in known or in_index[page] or (skims and not layout.retains(group, number)):
-                if observer and key in known:
-                    observer.already_published(sequence, group, number, known[key])
-                continue
-            if media and chain.has_media(number * size, (number + 1) * size + reach):
-                content = b""
-            entries.append((content, page, key, bases[number - first]))
-            if observer:
-                observer.published(sequence, group, number, page, key)
-        self._pool.publish(group, entries)
-        if len(entries) == stop - first:
-            self._remember_runs(group, first, entries)
-        if observer:
-            observer.offered(sequence, group, first, stop)
+        pages = sequence.groups[self._group].pages[first:stop]
+        keys = chain.keys(tokens, size, self._reach, first, stop)
+        parents = chain.bases[first * step : stop * step : step]
+        data = tokens[first * size : stop * size].tobytes()
+        contents = unpack(f"{size * TOKEN_BYTES}s" * (stop - first), data)
+        numbers: Sequence[int] = range(first, stop)
+        if chain.media:
+            contents = tuple(
+                b"" if chain.has_media(number * size, (number + 1) * size + self._reach) else content
+                for number, content in zip(numbers, contents, strict=True)
+            )
+        if not self._all_new(pages, keys):
+            places = self._new_places(sequence, first, pages, keys)
+            numbers = [numbers[place] for place in places]
+            pages = [pages[place] for place in places]
+            keys = [keys[place] for place in places]
+            parents = [parents[place] for place in places]
+            contents = tuple(contents[place] for place in places)
+        if self._observer:
+            for number, page, key in zip(numbers, pages, keys, strict=True):
+                self._observer.published(sequence, self._group, number, page, key)
+        self._index.insert(zip(pages, keys, parents, contents, strict=True))
+        published, mark = self._published, self._group + 1
+        for page in pages:
+            published[page] = mark
+        if self._observer:
+            self._observer.offered(sequence, self._group, first, stop)
 
-    def _publish_one(self, sequence: SequenceKV, group: int, number: int, parent: bytes, base: bytes) -> None:
+    def _publish_one(self, sequence: SequenceKV, number: int) -> None:
         """The common case of decoding: one page, and nobody watching."""
-        layout, pool = self._layout, self._pool
-        size, reach = layout.groups[group].page_tokens, layout.reach[group]
-        content = sequence.tokens[number * size : (number + 1) * size + reach].tobytes()
-        key = base + content[size * TOKEN_BYTES :] if reach else base
-        page = sequence.groups[group].pages[number]
-        if key in pool.indexes[group].pages or pool.arena(group).published[page]:
-            return
-        if layout.retains_all[group] or layout.retains(group, number):
-            pool.publish(group, [(content, page, key, parent)])
+        size, bases, step = self._size, sequence.chain.bases, self._step
+        start, page = number * size, sequence.groups[self._group].pages[number]
+        key = bases[(number + 1) * step]
+        if self._reach:
+            key += sequence.tokens[start + size : start + size + self._reach].tobytes()
+        if key not in self._index.pages and not self._published[page]:
+            content = sequence.tokens[start : start + size].tobytes()
+            self._index.insert(((page, key, bases[number * step], content),))
+            self._published[page] = self._group + 1
 
-    def _remember_runs(self, group: int, first: int, entries: list[PageEntry]) -> None:
-        """Whole runs among pages that were published together are found with one look-up."""
-        for start in range(-first % RUN_PAGES, len(entries) - RUN_PAGES + 1, RUN_PAGES):
-            run = entries[start : start + RUN_PAGES]
-            self._pool.indexes[group].remember_run(run[-1][2], [page for _, page, _, _ in run])
+    def _all_new(self, pages: list[int], keys: list[bytes]) -> bool:
+        """The common case of prompts: nobody has published any of this, and all of it is worth keeping."""
+        return (
+            self._retains_all
+            and self._index.pages.keys().isdisjoint(keys)
+            and not any(itemgetter(SINK, *pages)(self._published))
+        )
+
+    def _new_places(self, sequence: SequenceKV, first: int, pages: list[int], keys: list[bytes]) -> list[int]:
+        """Which of the pages from number `first` on to publish: those worth keeping that are not in the index yet."""
+        known, places = self._index.pages, []
+        for place, (page, key) in enumerate(zip(pages, keys, strict=True)):
+            if key in known:
+                if self._observer:
+                    self._observer.already_published(sequence, self._group, first + place, known[key])
+            elif not self._published[page] and self._layout.retains(self._group, first + place):
+                places.append(place)
+        return places

@@ -10,13 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import repeat
-from struct import iter_unpack
 from typing import NamedTuple
 
 from outrider.kv.footprint import GroupSpec
 from outrider.kv.intervals import Interval
 from outrider.kv.pages import SINK
-from outrider.kv.prefix import RUN_PAGES, TOKEN_BYTES, Chain, GroupIndex, Tier
+from outrider.kv.prefix import RUN_BLOCKS, Chain, GroupIndex, Tier
 
 
 class Found(NamedTuple):
@@ -27,7 +26,6 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
-SHORTEST_RUN_PAGES = 2 * RUN_PAGES
 
 
 class GroupView:
@@ -120,38 +118,23 @@ class GroupView:
     def _extend_whole(self, max_pages: int) -> None:
         """Follow the chain through the device's index for as long as it holds.
 
-        Pages that were published together are found in runs. Others are looked up many at a time, at the speed
-        of C; few against what was found before them, so that a miss wastes little.
+        Pages are looked up many at a time, at the speed of C; not many against what was found before them, so
+        that a miss wastes little; and in whole runs, whose keys may be remembered. Finding nothing at all is
+        common, and cheap to make sure of.
         """
-        if self.reach and self._chain.media:
-            return  # find() will ask page by page
-        get, whole = self._index.pages.get, self.whole
-        known = min(max_pages, (len(self._tokens) - self.reach) // self.page_tokens)
+        get, whole, keys = self._index.pages.get, self.whole, self._chain.keys
+        tokens, size, reach = self._tokens, self.page_tokens, self.reach
+        known = min(max_pages, (len(tokens) - reach) // size)
+        if not whole and known and self.key(0) not in self._index.pages:
+            return
         while len(whole) < known:
-            if len(whole) % RUN_PAGES == 0 and len(whole) + RUN_PAGES <= known:
-                (key,) = self._keys(len(whole) + RUN_PAGES - 1, len(whole) + RUN_PAGES)
-                remembered = self._index.run_ending(key)
-                if remembered:
-                    whole += remembered
-                    continue
-            run = max(SHORTEST_RUN_PAGES, len(whole) // 4)
-            run = min(known - len(whole), run - (len(whole) + run) % RUN_PAGES)
-            found = list(map(get, self._keys(len(whole), len(whole) + run), repeat(SINK)))
+            runs = 1 + len(whole) // (4 * RUN_BLOCKS)
+            first, stop = len(whole), min(known, len(whole) + runs * RUN_BLOCKS)
+            found = list(map(get, keys(tokens, size, reach, first, stop), repeat(SINK)))
             if not all(found):
                 whole += found[: found.index(SINK)]
                 return
             whole += found
-
-    def _keys(self, first: int, stop: int) -> list[bytes]:
-        """Keys of pages [first, stop), whose tokens are all known."""
-        step, size, reach = self._step, self.page_tokens, self.reach
-        bases = self._chain.bases[(first + 1) * step : stop * step + 1 : step]
-        if not reach:
-            return bases
-        stride, width = size * TOKEN_BYTES, reach * TOKEN_BYTES
-        after = self._tokens[(first + 1) * size : stop * size + reach].tobytes()
-        tails = iter_unpack(f"{width}s{stride - width}x", after.ljust((stop - first) * stride))
-        return [base + tail for base, (tail,) in zip(bases, tails, strict=True)]
 
     def prefix_end(self, limit: int) -> int:
         """Where the run of slots that starts at 0 ends; not followed past the page of `limit`."""

@@ -73,7 +73,7 @@ class Planner:
         budget = self._budget
         footprint, ahead, draft_rows = self._footprint, self._ahead, self._draft_rows
         has_groups, rows, step, new_row = bool(footprint.groups), self._rows, self._step, tuple.__new__
-        decoding, share_k = State.DECODING, dict[int, int]()
+        decoding, asked_k, share_k = State.DECODING, -1, 0
         for request in self._roster.decoding.snapshot():
             if request.state is not decoding:
                 continue  # preempted a moment ago
@@ -90,9 +90,11 @@ class Planner:
             remaining = request.max_total - known
             if remaining <= 0:
                 continue  # the step in flight may be its last
-            k = share_k.get(request.k)
-            if k is None:
-                k = share_k[request.k] = drafts_for_share(footprint, request.k, budget.share_rows)
+            k = request.k
+            if k != asked_k:
+                # Mostly everybody asks for the same.
+                asked_k, share_k = k, drafts_for_share(footprint, k, budget.share_rows)
+            k = share_k
             if drafts > k:
                 drafts = k
             if drafts >= remaining:
@@ -104,7 +106,8 @@ class Planner:
                 k = footprint.fit(k=k, v=v, max_model_len=self._kv.config.max_model_len, remaining_tokens=remaining)
             if has_groups and not kv.drafting:
                 k = 0
-            if request.fresh or count + draft_rows[k] > budget.left:
+            cost = count + draft_rows[k]
+            if request.fresh or cost > budget.left:
                 self._plan_row(request, start=start, count=count, drafts=drafts, k=k, samples=1)
                 continue
             # The common case: nothing to catch up with, and mostly nothing to reserve.
@@ -112,11 +115,11 @@ class Planner:
                 if not self._reserve(request, v, k):
                     continue
                 if has_groups and not kv.drafting:
-                    k = 0
+                    k, cost = 0, count
             row = new_row(
                 StepRow,
                 (
-                    request.spec.id,
+                    request.id,
                     request.epoch,
                     start,
                     count,
@@ -132,7 +135,7 @@ class Planner:
             rows.append(row)
             flight.append(row)
             request.planned_step = step
-            budget.left -= count + draft_rows[k]
+            budget.left -= cost
 
     def plan_prefill(self, request: Request) -> None:
         """The next chunk of a prompt; the last chunk samples, and proposes."""
@@ -204,7 +207,7 @@ class Planner:
                 k = tap_rows = catch_up_rows = 0
                 feed_to = None
         row = StepRow(
-            request.spec.id,
+            request.id,
             request.epoch,
             start,
             count,

@@ -125,6 +125,7 @@ class Scheduler:
         )
         request = Request(
             spec=spec,
+            id=spec.id,
             tokens=tokens,
             arrival=arrival,
             kv=sequence,
@@ -297,11 +298,12 @@ class Scheduler:
         requests, commit_kv, new_update = self.requests, self._commit_kv, tuple.__new__
         num_drafts = num_draft_tokens = num_accepted_tokens = 0
         for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
-            request = requests.get(row.request)
-            if request is None or not request.flight or request.flight[0] is not row:
+            request_id, samples = row.request, row.samples
+            request = requests.get(request_id)
+            if request is None or not (flight := request.flight) or flight[0] is not row:
                 continue  # gone meanwhile
-            del request.flight[0]
-            if not row.samples:
+            del flight[0]
+            if not samples:
                 if row.epoch == request.epoch:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
@@ -313,24 +315,28 @@ class Scheduler:
             if request.spec.stop_tokens or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
             known.extend(tokens)
-            forks = verdict.fork_tokens.get(row.request, ()) if row.samples > 1 else ()
+            forks = verdict.fork_tokens.get(request_id, ()) if samples > 1 else ()
             if row.epoch == request.epoch:
                 request.drafts = request.proposed = proposed
                 if forks:
                     commit_kv(request, row, len(known) - 1, keep_window=True)
                 else:
                     commit_kv(request, row, len(known) - 1)
-            updates.append(new_update(Update, (row.request, tokens, finish)))
-            for number, token in enumerate(forks, start=1):
-                updates.append(self._fork(request, row, number, token))
-            if finish == "prefilled":
-                self.roster.hold(request)
-            elif finish is not None:
-                self.roster.finish(request, finish)
+            updates.append(new_update(Update, (request_id, tokens, finish)))
+            if forks:
+                updates += [self._fork(request, row, number, token) for number, token in enumerate(forks, start=1)]
+            if finish is not None:
+                self._end(request, finish)
         self.num_drafts += num_drafts
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         return updates
+
+    def _end(self, request: Request, finish: str) -> None:
+        if finish == "prefilled":
+            self.roster.hold(request)
+        else:
+            self.roster.finish(request, finish)
 
     def _hands_over(self, request: Request) -> bool:
         """Is this the end of a prefill worker's part, and not of the request?"""
