@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, 
 from outrider.models.recipes.base import Recipe
 from outrider.models.recipes.layout import Layout, Part, Shape
 from outrider.models.spec import DecoderSpec, LayerSpec
+from outrider.models.weights.memory import WeightMemory
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes), counted as they are stored."""
@@ -113,8 +115,10 @@ def fill(
     total_bytes = sum(found[part.name].stored_bytes for parts in plan.values() for part in parts)
     done_bytes = 0
     filled: dict[str, Tensor] = {}
+    elements = sum(prod(assembly.shape) for assembly in layout.values())
+    memory = WeightMemory(elements * dtype.itemsize, len(layout), torch.device(device))
     for path, parts in plan.items():
-        destination = filled[path] = torch.empty(layout[path].shape, dtype=dtype, device=device)
+        destination = filled[path] = memory.empty(tuple(layout[path].shape), dtype)
         for part in parts:
             source.copy_into(part.name, destination[part.where] if part.where else destination)
             done_bytes += found[part.name].stored_bytes
