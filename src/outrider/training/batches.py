@@ -116,9 +116,7 @@ def make_batch(pool: Pool, anchors: Tensor, real: Tensor, k: int) -> Batch:
         rows = (positions - 1).flatten(1)
         teacher = pool.final.gather(1, rows[..., None].expand(-1, -1, pool.final.shape[-1]))
         teacher = teacher.view(*positions.shape, -1)
-    return Batch(
-        tokens=pool.tokens, taps=pool.taps, anchors=anchors, labels=labels, known=known, teacher=teacher
-    )
+    return Batch(tokens=pool.tokens, taps=pool.taps, anchors=anchors, labels=labels, known=known, teacher=teacher)
 
 
 def decay_weights(k: int, gamma: float, device: torch.device) -> Tensor:

@@ -1,9 +1,13 @@
-"""The model card that goes with a trained drafter."""
+"""The model card that goes with a trained drafter: made from what was trained, on what, and how it did."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from outrider.training.corpus import CorpusNote
 from outrider.training.drafts import DraftPlan
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target
@@ -11,70 +15,115 @@ from outrider.training.target import Target
 TITLES = {"dflash": "DFlash", "eagle3": "EAGLE-3"}
 
 
-def model_card(
-    settings: TrainSettings,
-    target: Target,
-    plan: DraftPlan,
-    *,
-    trained: dict[str, Any],
-    evaluation: dict[str, Any] | None,
-) -> str:
-    title = TITLES[settings.method]
-    parameters = sum(parameter.numel() for parameter in plan.network.parameters())
-    lines = [
-        "---",
-        "license: apache-2.0",
-        f"base_model: {target.name}",
-        "tags: [speculative-decoding, draft-model]",
-        "---",
-        "",
-        f"# A {title} drafter for {target.name}",
-        "",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What a run has done so far."""
+
+    steps: int
+    seconds: float
+    device: str
+    streams: int
+    """Trained on; what is held out does not count."""
+    length: int
+    sampled_share: float
+    """Of the tokens: written by the assistant."""
+    notes: tuple[CorpusNote, ...]
+    """Where the data comes from, as far as it says."""
+    shared_prompts: int
+    """Evaluation streams that begin as a training stream does."""
+    evaluation: dict[str, Any] | None
+
+
+def model_card(settings: TrainSettings, target: Target, plan: DraftPlan, facts: RunFacts) -> str:
+    parts = [
+        _front_matter(settings, target),
+        f"# {TITLES[settings.method]} drafter for {target.name}",
         "It drafts tokens for its target, which verifies them: output is the target's own, only sooner. "
         "It does nothing without the target, whose embeddings it uses.",
-        "",
         "## Network",
-        "",
-        f"{settings.layers} layer(s), {parameters / 1e6:.1f}M trained parameters, bfloat16. It reads what leaves the "
-        f"target's layers {', '.join(map(str, plan.taps))} (counted from 0).",
+        _network(settings, target, plan),
+        "## Data",
+        *_data(settings, facts),
+        "## Recipe",
+        _recipe(settings, facts),
+        "## Acceptance",
+        *_acceptance(facts),
     ]
+    if settings.licence is not None:
+        parts += ["## Licence", settings.licence]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(settings: TrainSettings, target: Target) -> str:
+    lines = ["---"]
+    if settings.licence is not None:
+        # JSON's strings are YAML's.
+        lines += [f"license: {json.dumps(settings.licence, ensure_ascii=False)}"]
+    lines += [f"base_model: {json.dumps(target.name, ensure_ascii=False)}"]
+    return "\n".join([*lines, "tags: [speculative-decoding, draft-model]", "---"])
+
+
+def _network(settings: TrainSettings, target: Target, plan: DraftPlan) -> str:
+    parameters = sum(parameter.numel() for parameter in plan.network.parameters())
+    layers = "1 layer" if settings.layers == 1 else f"{settings.layers} layers"
+    text = (
+        f"{layers}, {parameters / 1e6:.1f}M trained parameters, bfloat16. It reads what leaves the "
+        f"target's layers {', '.join(map(str, plan.taps))} (counted from 0). "
+    )
     if settings.method == "dflash":
         kind = "causal" if settings.causal else "bidirectional"
-        lines += [f"Block size {settings.block_size}, {kind} blocks, mask token {plan.mask_token_id}."]
-    else:
-        lines += [f"Draft vocabulary: {len(plan.head):,} of the target's {target.spec.vocab_size:,} tokens."]
-    lines += [
-        "",
-        "## Data",
-        "",
-        f"{trained['streams']:,} conversations of {trained['length']} tokens that the target wrote itself: answers and "
-        "follow-up questions sampled from it, most of the first questions from public prompt collections "
-        "(GSM8K train, MIT; CodeAlpaca, self-instruct and T0 templates, Apache-2.0). Nothing of the evaluation prompts "
-        "was trained on.",
-        "",
-        "## Recipe",
-        "",
-        f"`outrider train {settings.method}`: {trained['steps']:,} steps, {trained['seconds'] / 60:.1f} minutes on "
-        f"{trained['device']}; {settings.batch_streams} streams × {settings.anchors} random anchors × {settings.k} "
-        f"drafts per step, labels are the target's most likely tokens"
-        + (f", {settings.distil:.0%} of the aim its whole distribution" if settings.distil else "")
-        + f"; {settings.optimiser}, learning rate {settings.lr}, weights "
-        + (f"exp(-(j-1)/{settings.gamma:g})" if settings.weighting == "decay" else "D-PACE")
-        + ".",
-        "",
-        "## Acceptance",
-        "",
+        return text + f"Block size {settings.block_size}, {kind} blocks, mask token {plan.choices.mask_token_id}."
+    return text + f"Draft vocabulary: {len(plan.head):,} of the target's {target.spec.vocab_size:,} tokens."
+
+
+def _data(settings: TrainSettings, facts: RunFacts) -> list[str]:
+    parts = [
+        f"{facts.streams:,} streams of {facts.length} tokens, {facts.sampled_share:.0%} of them written by the "
+        "assistant; only those are learnt."
     ]
-    if evaluation is None:
-        lines += ["Not measured."]
-    else:
-        lines += [
-            f"Greedy decoding, k = {evaluation['k']}, mean acceptance length (accepted drafts + 1 per step):",
-            "",
-            "| prompts | mean acceptance length | tokens |",
-            "|---|---|---|",
+    notes = list(facts.notes)
+    if settings.data_source is not None or settings.data_licence is not None:
+        notes = [CorpusNote(source=settings.data_source, licence=settings.data_licence)]
+    told = [text for note in dict.fromkeys(notes) if (text := _note(note))]
+    parts += ["\n".join(f"- {text}" for text in told) if told else "Where the data comes from was not recorded."]
+    if facts.evaluation is not None:
+        parts += [
+            "No evaluation prompt begins a training stream."
+            if not facts.shared_prompts
+            else f"{facts.shared_prompts:,} evaluation streams begin as training streams do."
         ]
-        for name, values in evaluation["categories"].items():
-            lines += [f"| {name} | {values['mean_acceptance_length']:.2f} | {values['tokens']:,} |"]
-    lines += ["", "## Licence", "", "Apache-2.0, as the target's.", ""]
-    return "\n".join(lines)
+    return parts
+
+
+def _note(note: CorpusNote) -> str:
+    said: Sequence[str | None] = (
+        note.source,
+        note.written_by and f"written by {note.written_by}",
+        note.licence and f"licence: {note.licence}",
+    )
+    return "; ".join(text for text in said if text)
+
+
+def _recipe(settings: TrainSettings, facts: RunFacts) -> str:
+    aim = f", {settings.distil:.0%} of the aim its whole distribution" if settings.distil else ""
+    weights = f"exp(-(j-1)/{settings.gamma:g})" if settings.weighting == "decay" else "D-PACE"
+    return (
+        f"`outrider train {settings.method}`: {facts.steps:,} steps, {facts.seconds / 60:.1f} minutes on "
+        f"{facts.device}; {settings.batch_streams} streams × {settings.anchors} random anchors × {settings.k} "
+        f"drafts per step, labels are the target's most likely tokens{aim}; {settings.optimiser}, learning rate "
+        f"{settings.lr:g}, weights {weights}."
+    )
+
+
+def _acceptance(facts: RunFacts) -> list[str]:
+    evaluation = facts.evaluation
+    if evaluation is None:
+        return ["Not measured."]
+    rows = [
+        f"| {name} | {values['mean_acceptance_length']:.2f} | {values['tokens']:,} |"
+        for name, values in evaluation["categories"].items()
+    ]
+    return [
+        f"Greedy decoding, simulated, k = {evaluation['k']}; mean acceptance length is accepted drafts + 1 per step:",
+        "\n".join(["| prompts | mean acceptance length | tokens |", "|---|---|---|", *rows]),
+    ]

@@ -11,6 +11,7 @@ import torch
 from outrider.errors import ConfigError
 
 STATE_FILE = "training-state.pt"
+FORMAT = 2
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:
@@ -18,7 +19,7 @@ def save_state(directory: Path, state: dict[str, Any]) -> None:
     path = directory / STATE_FILE
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        torch.save(state, file)
+        torch.save({"format": FORMAT, **state}, file)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -31,9 +32,12 @@ def load_state(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as problem:
-        raise ConfigError(f"{path} cannot be read: {problem}; remove it to begin anew") from None
-    assert isinstance(state, dict)
+    except Exception as problem:
+        # A damaged file makes torch.load raise nearly anything.
+        reason = str(problem).partition("\n")[0]
+        raise ConfigError(f"{path} cannot be read ({reason}); begin anew with --fresh") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no state that this version can continue; begin anew with --fresh")
     return state
 
 

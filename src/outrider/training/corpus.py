@@ -1,14 +1,16 @@
 """Streams of token ids with a bit per token: was it sampled by the assistant?
 
 A corpus is a directory of `toks_N.npy` (uint16 or uint32, [streams, length]) with their bits either in one
-`roles.npy` for all of them in order, or in a `roles_N.npy` beside each (np.packbits along axis 1).
+`roles.npy` for all of them in order, or in a `roles_N.npy` beside each (np.packbits along axis 1). A `corpus.json`
+beside them may say where they come from.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from outrider.errors import ConfigError
 Tokens = npt.NDArray[np.integer]
 Roles = npt.NDArray[np.bool_]
 
+NOTE_FILE = "corpus.json"
 TOKENS_NAME = re.compile(r"toks_(\d+)\.npy")
 
 
@@ -36,6 +39,49 @@ class Streams:
         return Streams(tokens=self.tokens[where], roles=self.roles[where])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusNote:
+    """Where a corpus comes from, for the model card. None: not recorded."""
+
+    source: str | None = None
+    licence: str | None = None
+    written_by: str | None = None
+    """The model that wrote the answers."""
+
+
+def read_note(corpus: Path) -> CorpusNote:
+    path = (corpus if corpus.is_dir() else corpus.parent) / NOTE_FILE
+    if not path.is_file():
+        return CorpusNote()
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path} is no readable JSON: {problem}") from None
+    names = CorpusNote.__dataclass_fields__
+    if not isinstance(fields, dict) or not all(
+        name in names and (value is None or isinstance(value, str)) for name, value in fields.items()
+    ):
+        raise ConfigError(f"{path} must be a JSON object with texts for any of {', '.join(names)}")
+    return CorpusNote(**fields)
+
+
+def write_note(directory: Path, note: CorpusNote) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({name: value for name, value in asdict(note).items() if value is not None}, indent=2)
+    (directory / NOTE_FILE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def shared_prompts(streams: Streams, among: Streams) -> int:
+    """How many of the streams have the prompt of one of the others: the tokens before the first answer."""
+
+    def prompts(some: Streams) -> list[bytes]:
+        ends = some.roles.argmax(axis=1)
+        return [row[:end].astype(np.int64).tobytes() for row, end in zip(some.tokens, ends, strict=True)]
+
+    known = set(prompts(among))
+    return sum(prompt in known for prompt in prompts(streams))
+
+
 def read_corpus(path: Path, *, vocab_size: int) -> Streams:
     """Every stream of a directory, or of one token file with its roles beside it."""
     if path.is_dir():
@@ -46,7 +92,9 @@ def read_corpus(path: Path, *, vocab_size: int) -> Streams:
     else:
         files = [path] if path.is_file() else []
     if not files:
-        raise ConfigError(f"{path} has no toks_N.npy; make a corpus first: outrider train corpus --output {path}")
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; make a corpus first: outrider train corpus --output {path}")
+        raise ConfigError(f"{path} has no toks_N.npy, so it is no corpus; make one: outrider train corpus")
     tokens = [_read_array(file) for file in files]
     for file, part in zip(files, tokens, strict=True):
         _check_tokens(file, part, tokens[0].shape[1] if tokens[0].ndim == 2 else 0, vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +17,40 @@ from outrider.training.settings import TrainSettings, dflash_taps, eagle3_taps
 from outrider.training.target import Target
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChoices:
+    """Tokens that are chosen by what the data holds: once for a run, since a network is trained for them."""
+
+    mask_token_id: int | None
+    """None where the network has no mask rows."""
+    kept: tuple[int, ...] | None
+    """The target's ids of the draft vocabulary, rising; None where it is the whole vocabulary."""
+
+    def state(self) -> dict[str, Any]:
+        kept = None if self.kept is None else torch.tensor(self.kept, dtype=torch.int64)
+        return {"mask_token_id": self.mask_token_id, "kept": kept}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> TokenChoices:
+        kept = state["kept"]
+        return cls(mask_token_id=state["mask_token_id"], kept=None if kept is None else tuple(kept.tolist()))
+
+
+def choose_tokens(settings: TrainSettings, streams: Streams, vocab_size: int) -> TokenChoices:
+    if settings.method == "dflash":
+        return TokenChoices(mask_token_id=_mask_token(settings, streams, vocab_size), kept=None)
+    return TokenChoices(mask_token_id=None, kept=_draft_vocabulary(settings, streams, vocab_size))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DraftPlan:
     network: DraftNetwork
     taps: tuple[int, ...]
     head: Tensor
     """[draft vocabulary, hidden]: rows of the target's head."""
-    mask_token_id: int | None
-    """None where the network has no mask rows."""
-    kept: Tensor | None
-    """The target's ids of the draft vocabulary, rising; None where it is the whole vocabulary."""
+    choices: TokenChoices
     draft_ids: Tensor | None
-    """The other way round, by target id; -1 for tokens that cannot be drafted."""
+    """By target id, its place in the draft vocabulary; -1 for tokens that cannot be drafted. None: all can."""
 
     def draft_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(labels as draft ids, known): a label outside the draft vocabulary teaches nothing."""
@@ -37,44 +60,40 @@ class DraftPlan:
         return labels.clamp(min=0), batch.known & (labels >= 0)
 
 
-def make_plan(settings: TrainSettings, target: Target, streams: Streams) -> DraftPlan:
-    spec = target.spec
-    length = streams.tokens.shape[1]
-    chosen = settings.taps
-    if chosen is None:
-        chosen = dflash_taps(len(spec.layers)) if settings.method == "dflash" else eagle3_taps(len(spec.layers))
-    if not chosen or any(not 0 <= tap < len(spec.layers) for tap in chosen):
-        raise ConfigError(f"taps {chosen} do not all exist: the target has layers 0 to {len(spec.layers) - 1}")
-    shape = NetworkShape.like(spec, layers=settings.layers, taps=len(chosen))
-    if settings.method == "dflash":
-        dflash = DFlashNetwork(spec, shape, length=length, block_size=settings.block_size)
-        dflash.start_norm_from(target.parameters.final_norm)
-        return DraftPlan(
-            network=dflash,
-            taps=chosen,
-            head=target.head,
-            mask_token_id=_mask_token(settings, streams, spec.vocab_size),
-            kept=None,
-            draft_ids=None,
-        )
-    kept = _draft_vocabulary(settings, streams, spec.vocab_size)
-    network = Eagle3Network(spec, shape, length=length, steps=settings.k)
+def make_plan(settings: TrainSettings, target: Target, length: int, choices: TokenChoices) -> DraftPlan:
+    """`length` is that of the streams."""
+    taps = choose_taps(settings, len(target.spec.layers))
+    network = _network(settings, target, length, len(taps), choices)
     network.start_norm_from(target.parameters.final_norm)
-    if kept is None:
-        return DraftPlan(
-            network=network, taps=chosen, head=target.head, mask_token_id=None, kept=None, draft_ids=None
-        )
-    kept = kept.to(target.device)
-    draft_ids = torch.full((spec.vocab_size,), -1, dtype=torch.int64, device=target.device)
+    if choices.kept is None:
+        return DraftPlan(network=network, taps=taps, head=target.head, choices=choices, draft_ids=None)
+    kept = torch.tensor(choices.kept, device=target.device)
+    draft_ids = torch.full((target.spec.vocab_size,), -1, dtype=torch.int64, device=target.device)
     draft_ids[kept] = torch.arange(len(kept), device=target.device)
-    return DraftPlan(
-        network=network,
-        taps=chosen,
-        head=target.head[kept],
-        mask_token_id=None,
-        kept=kept,
-        draft_ids=draft_ids,
-    )
+    return DraftPlan(network=network, taps=taps, head=target.head[kept], choices=choices, draft_ids=draft_ids)
+
+
+def choose_taps(settings: TrainSettings, layers: int) -> tuple[int, ...]:
+    taps = settings.taps
+    if taps is None:
+        taps = dflash_taps(layers) if settings.method == "dflash" else eagle3_taps(layers)
+    if not taps or any(not 0 <= tap < layers for tap in taps):
+        raise ConfigError(f"taps {list(taps)} do not all exist: the target has layers 0 to {layers - 1}")
+    return taps
+
+
+def _network(settings: TrainSettings, target: Target, length: int, taps: int, choices: TokenChoices) -> DraftNetwork:
+    spec = target.spec
+    shape = NetworkShape.like(spec, layers=settings.layers, taps=taps)
+    if settings.method == "eagle3":
+        if spec.embedding_scale != 1.0:
+            raise ConfigError(
+                f"an EAGLE-3 drafter cannot be trained for {target.name}: its checkpoints have no place for "
+                f"the target's embedding scale of {spec.embedding_scale:g}; train a DFlash drafter instead"
+            )
+        return Eagle3Network(spec, shape, length=length, steps=settings.k)
+    mask_id = torch.tensor([choices.mask_token_id], device=target.device)
+    return DFlashNetwork(spec, shape, length=length, block_size=settings.block_size, mask_row=target.embed(mask_id)[0])
 
 
 def _mask_token(settings: TrainSettings, streams: Streams, vocab_size: int) -> int:
@@ -88,10 +107,10 @@ def _mask_token(settings: TrainSettings, streams: Streams, vocab_size: int) -> i
     return int(np.argmin(used))
 
 
-def _draft_vocabulary(settings: TrainSettings, streams: Streams, vocab_size: int) -> Tensor | None:
+def _draft_vocabulary(settings: TrainSettings, streams: Streams, vocab_size: int) -> tuple[int, ...] | None:
     size = settings.draft_vocab_size
     if size is None or size >= vocab_size:
         return None
     counts = np.bincount(streams.tokens[streams.roles], minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")[:size]
-    return torch.from_numpy(np.sort(order))
+    return tuple(int(token) for token in np.sort(order))

@@ -34,7 +34,10 @@ def read_evaluation(path: Path, *, vocab_size: int, length: int) -> tuple[Stream
             f"make it again with --length {length}"
         )
     names = path / CATEGORIES_FILE
-    categories = json.loads(names.read_text(encoding="utf-8")) if names.is_file() else ["all"] * len(streams)
+    try:
+        categories = json.loads(names.read_text(encoding="utf-8")) if names.is_file() else ["all"] * len(streams)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{names} is no readable JSON: {problem}") from None
     if not isinstance(categories, list) or len(categories) != len(streams):
         raise ConfigError(f"{names} must list a category for each of {len(streams)} streams")
     return streams, [str(category) for category in categories]
@@ -117,8 +120,10 @@ class Evaluation:
 
 
 def describe(totals: dict[str, Acceptance]) -> str:
+    if not totals["all"].steps:
+        return "nothing to measure acceptance on: no held-out answer is the target's greedy one"
     names = sorted(totals, key=lambda name: (name != "all", name))
-    return "acceptance length " + ", ".join(f"{name} {totals[name].mean_length:.2f}" for name in names)
+    return "held-out acceptance length " + ", ".join(f"{name} {totals[name].mean_length:.2f}" for name in names)
 
 
 def as_json(totals: dict[str, Acceptance], k: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.models.spec import DecoderSpec, RopeScaling
-from outrider.training.card import model_card
+from outrider.models.spec import DecoderSpec, RopeScaling, RopeSpec
+from outrider.training.card import RunFacts, model_card
 from outrider.training.drafts import DraftPlan
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target, first_rope
@@ -29,23 +30,20 @@ def export_drafter(
     target: Target,
     plan: DraftPlan,
     scale: Tensor,
-    *,
-    trained: dict[str, Any],
-    evaluation: dict[str, Any] | None,
+    facts: RunFacts,
 ) -> None:
-    """Write everything beside its final name first: what lies in the output is always a whole drafter."""
+    """Every file is written beside its final name first: none is ever seen in part."""
     tensors = draft_tensors(plan, scale)
-    config = dflash_config(settings, target, plan) if settings.method == "dflash" else eagle3_config(
-        settings, target, plan
+    config = (
+        dflash_config(settings, target, plan) if settings.method == "dflash" else eagle3_config(settings, target, plan)
     )
     directory = settings.output
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory, tensors, shard_mib=settings.shard_mib)
     _write_json(directory / CONFIG, config)
-    if evaluation is not None:
-        _write_json(directory / EVALUATION, evaluation)
-    card = model_card(settings, target, plan, trained=trained, evaluation=evaluation)
-    _replace(directory / CARD, card.encode())
+    if facts.evaluation is not None:
+        _write_json(directory / EVALUATION, facts.evaluation)
+    _replace(directory / CARD, model_card(settings, target, plan, facts).encode())
 
 
 def draft_tensors(plan: DraftPlan, scale: Tensor) -> dict[str, Tensor]:
@@ -55,8 +53,9 @@ def draft_tensors(plan: DraftPlan, scale: Tensor) -> dict[str, Tensor]:
     stored = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     if plan.network.block_size is None:
         stored["lm_head.weight"] = plan.head.detach().to("cpu", torch.bfloat16).contiguous()
-        if plan.kept is not None and plan.draft_ids is not None:
-            kept = plan.kept.cpu()
+        if plan.choices.kept is not None and plan.draft_ids is not None:
+            kept = torch.tensor(plan.choices.kept)
+            # How far on the target's id is.
             stored["d2t"] = kept - torch.arange(len(kept))
             stored["t2d"] = plan.draft_ids.cpu() >= 0
     return stored
@@ -74,7 +73,7 @@ def body_config(spec: DecoderSpec, layers: int) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": rope.theta,
-        "rope_scaling": None if rope.scaling is RopeScaling.NONE else _rope_scaling(spec),
+        "rope_scaling": _rope_scaling(rope),
         "max_position_embeddings": spec.max_position,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -82,23 +81,30 @@ def body_config(spec: DecoderSpec, layers: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
     }
+    if rope.rotary_dim != spec.head_dim:
+        config["partial_rotary_factor"] = rope.rotary_dim / spec.head_dim
     return config
 
 
-def _rope_scaling(spec: DecoderSpec) -> dict[str, Any]:
-    rope = first_rope(spec)
-    return {
-        "rope_type": rope.scaling.value,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_max_position,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
+def _rope_scaling(rope: RopeSpec) -> dict[str, Any] | None:
+    if rope.scaling is RopeScaling.NONE:
+        return None
+    fields: dict[str, Any] = {"rope_type": rope.scaling.value, "factor": rope.factor}
+    if rope.scaling is RopeScaling.LINEAR:
+        return fields
+    fields["original_max_position_embeddings"] = rope.original_max_position
+    if rope.scaling is RopeScaling.LLAMA3:
+        return fields | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    return fields | {
         "beta_fast": rope.beta_fast,
         "beta_slow": rope.beta_slow,
+        "attention_factor": rope.attention_factor,
+        "truncate": rope.truncate,
     }
 
 
 def dflash_config(settings: TrainSettings, target: Target, plan: DraftPlan) -> dict[str, Any]:
+    scale = target.spec.embedding_scale
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -108,9 +114,10 @@ def dflash_config(settings: TrainSettings, target: Target, plan: DraftPlan) -> d
         "num_target_layers": len(target.spec.layers),
         "block_size": settings.block_size,
         "dflash_config": {
-            "mask_token_id": plan.mask_token_id,
+            "mask_token_id": plan.choices.mask_token_id,
             "target_layer_ids": list(plan.taps),
             "causal": settings.causal,
+            **({} if scale == 1.0 else {"input_embedding_scale": scale}),
         },
     }
 
@@ -135,9 +142,7 @@ def eagle3_config(settings: TrainSettings, target: Target, plan: DraftPlan) -> d
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": settings.k, "verifier_accept_k": 1}
-            ],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": settings.k, "verifier_accept_k": 1}],
             "verifier": {"name_or_path": target.name, "architectures": []},
         },
     }
@@ -149,6 +154,7 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], *, shard_mib: int
     if len(shards) == 1:
         _save(directory / WEIGHTS, shards[0])
         (directory / INDEX).unlink(missing_ok=True)
+        _remove_shards(directory, keep=())
         return
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
@@ -157,6 +163,14 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], *, shard_mib: int
     total = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     (directory / WEIGHTS).unlink(missing_ok=True)
+    _remove_shards(directory, keep=names)
+
+
+def _remove_shards(directory: Path, *, keep: Sequence[str]) -> None:
+    """Of an earlier export that was cut otherwise."""
+    for path in directory.glob("model-*-of-*.safetensors"):
+        if path.name not in keep:
+            path.unlink()
 
 
 def _shards(tensors: dict[str, Tensor], limit_bytes: int | None) -> list[dict[str, Tensor]]:

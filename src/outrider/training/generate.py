@@ -68,9 +68,7 @@ class Lockstep:
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._question_temperature = torch.tensor(conversation.question_temperature, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._tables = {
-            layer.rope: target.rotary(layer.rope, length) for layer in spec.layers
-        }
+        self._tables = {layer.rope: target.rotary(layer.rope, length) for layer in spec.layers}
         if any(layer.window is not None for layer in spec.layers):
             raise ConfigError("conversations cannot be generated for targets with sliding windows yet")
 
@@ -81,7 +79,9 @@ class Lockstep:
         return conversation.to_question or (conversation.end,), conversation.to_answer or (conversation.end,)
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], *, steps: int | None = None) -> Streams:
+    def run(
+        self, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], *, steps: int | None = None
+    ) -> Streams:
         """One stream per prompt; prompts must leave room for an answer."""
         assert len(prompts) == self.streams == len(temperatures)
         table = np.zeros((self.streams, self.length + 1), dtype=np.int64)

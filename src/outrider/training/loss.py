@@ -55,7 +55,8 @@ class HeadLoss:
 
     def __call__(self, rows: Tensor, labels: Tensor, teacher: Tensor | None = None, share: float = 0.0) -> LossResult:
         """rows, teacher: [n, hidden]; labels: [n]."""
-        return LossResult(*_HeadLoss.apply(rows, labels, teacher, share, self))
+        found = _HeadLoss.apply(rows, labels, teacher, share, self)  # type: ignore[no-untyped-call]
+        return LossResult(*found)
 
 
 class _HeadLoss(torch.autograd.Function):

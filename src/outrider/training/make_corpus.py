@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from outrider.errors import ConfigError
-from outrider.training.corpus import Streams, write_shard
+from outrider.training.corpus import NOTE_FILE, CorpusNote, Streams, write_note, write_shard
 from outrider.training.evaluate import CATEGORIES_FILE
 from outrider.training.generate import Conversation, Lockstep, generate_corpus
 from outrider.training.prompts import ChatText, PromptLine
@@ -37,6 +37,9 @@ class CorpusSettings:
     seed: int = 0
     minutes: float | None = None
     """Start no further batch after that."""
+    source: str | None = None
+    """Where the prompts come from, and next their licence: kept beside the corpus for the model card."""
+    licence: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("length", "streams", "count", "minutes"):
@@ -91,6 +94,9 @@ def write_conversations(
     order = np.concatenate([random.permutation(len(encoded)) for _ in range(-(-wanted // len(encoded)))])[:wanted]
     heats, shares = zip(*settings.temperatures, strict=True)
     chosen = random.choice(heats, size=wanted, p=np.array(shares) / sum(shares))
+    if settings.source or settings.licence or not (settings.output / NOTE_FILE).exists():
+        note = CorpusNote(source=settings.source, licence=settings.licence, written_by=target.name)
+        write_note(settings.output, note)
     lockstep = Lockstep(
         target,
         streams=min(settings.streams, wanted),

@@ -115,13 +115,11 @@ class DraftNetwork(nn.Module, ABC):
         self.register_buffer("rotary", table, persistent=False)
 
     @abstractmethod
-    def forward(
-        self, taps: Tensor, embedded: Tensor, mask_row: Tensor, anchors: Tensor, mask: Tensor | BlockMask
-    ) -> Tensor:
+    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         """[streams, anchors, k, hidden].
 
-        `embedded` is [streams, anchors, k, hidden]: the tokens at the anchor and behind it, embedded by the target;
-        `mask_row` is the mask token's embedding.
+        `taps` is [streams, length, taps * hidden], `embedded` [streams, length, hidden]: the stream's tokens, embedded
+        by the target; `mask` says what the rows of blocks see, and is None where `block_size` is.
         """
 
     def start_norm_from(self, target_norm: Tensor) -> None:
@@ -149,9 +147,7 @@ class DFlashLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(
-        self, x: Tensor, context: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor | BlockMask
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor | BlockMask) -> Tensor:
         at_context, at_rows = tables
         normed = self.input_layernorm(x)
         attention = self.self_attn
@@ -165,8 +161,14 @@ class DFlashLayer(nn.Module):
 class DFlashNetwork(DraftNetwork):
     """One pass drafts a block: the anchor and k mask rows, over keys and values of the tapped context."""
 
-    def __init__(self, spec: DecoderSpec, shape: NetworkShape, *, length: int, block_size: int) -> None:
+    mask_row: Tensor
+
+    def __init__(
+        self, spec: DecoderSpec, shape: NetworkShape, *, length: int, block_size: int, mask_row: Tensor
+    ) -> None:
+        """`mask_row` is the mask token, embedded by the target."""
         super().__init__(spec, shape, length=length, reach=block_size)
+        self.register_buffer("mask_row", mask_row, persistent=False)
         self.k = block_size - 1
         self.block_size = block_size
         self.fc = nn.Linear(shape.taps * shape.hidden_size, shape.hidden_size, bias=False)
@@ -174,12 +176,13 @@ class DFlashNetwork(DraftNetwork):
         self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(
-        self, taps: Tensor, embedded: Tensor, mask_row: Tensor, anchors: Tensor, mask: Tensor | BlockMask
-    ) -> Tensor:
+    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        assert mask is not None
         size = self.k + 1
         context = self.hidden_norm(self.fc(taps))
-        block = torch.cat([embedded[:, :, :1], mask_row.expand(*anchors.shape, self.k, -1)], dim=2)
+        first = rows_at(embedded, anchors)[:, :, None]
+        masks = self.mask_row.to(embedded.dtype).expand(*anchors.shape, self.k, -1)
+        block = torch.cat([first, masks], dim=2)
         positions = anchors[..., None] + torch.arange(size, device=anchors.device)
         tables = self.rotary[: taps.shape[1]], self.rotary[positions.flatten(1)]
         x = block.flatten(1, 2)
@@ -210,9 +213,9 @@ class Eagle3Layer(nn.Module):
 class Eagle3Network(DraftNetwork):
     """One layer applied k times. The row of position p holds the token at p + 1 and the target's feature at p.
 
-        step 0   keys of every p < anchor; the row at anchor - 1 drafts anchor + 1
-        step t   feature: the layer's own output of step t - 1; token: the one at anchor + t; keys: as in step 0,
-                 and the rows that this anchor made in steps 1 … t
+    step 0   keys of every p < anchor; the row at anchor - 1 drafts anchor + 1
+    step t   feature: the layer's own output of step t - 1; token: the one at anchor + t; keys: as in step 0,
+             and the rows that this anchor made in steps 1 … t
     """
 
     def __init__(self, spec: DecoderSpec, shape: NetworkShape, *, length: int, steps: int) -> None:
@@ -224,28 +227,26 @@ class Eagle3Network(DraftNetwork):
         self.layers = nn.ModuleList([Eagle3Layer(shape)])
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(
-        self, taps: Tensor, embedded: Tensor, mask_row: Tensor, anchors: Tensor, mask: Tensor | BlockMask
-    ) -> Tensor:
-        """Here `mask_row` holds the embeddings of the whole stream, [streams, length, hidden]; `mask` is unused."""
+    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        assert mask is None
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
         features = self.fc(taps)
         # The last position has no next token; no anchor lies behind it.
-        shifted = torch.cat([mask_row[:, 1:], mask_row[:, -1:]], dim=1)
+        shifted = torch.cat([embedded[:, 1:], embedded[:, -1:]], dim=1)
         inputs = layer.inputs(shifted, features)
         length = taps.shape[1]
         keys = layer.self_attn.keys(inputs, self.rotary[:length])
         values = layer.self_attn.values(inputs)
         base = anchors - 1
-        index = base[..., None]
-        feature = features.gather(1, index.expand(-1, -1, features.shape[-1]))
-        unseen = torch.arange(length, device=anchors.device) > index
+        feature = rows_at(features, base)
+        unseen = torch.arange(length, device=anchors.device) > base[..., None]
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         outputs = []
         for step in range(self.k):
-            row = layer.inputs(embedded[:, :, step], feature)
+            # Behind the stream's end there is nothing to draft either: those rows have no label.
+            row = layer.inputs(rows_at(embedded, (anchors + step).clamp(max=length - 1)), feature)
             table = self.rotary[base + step]
             if step:
                 own_keys.append(layer.self_attn.keys(row, table))
@@ -277,6 +278,11 @@ class Eagle3Network(DraftNetwork):
         if own_values:
             out = out + torch.einsum("bgrat,batgd->bagrd", weights[..., length:], torch.stack(own_values, dim=2))
         return out.flatten(2)
+
+
+def rows_at(values: Tensor, positions: Tensor) -> Tensor:
+    """[streams, length, size] and [streams, n] to [streams, n, size]."""
+    return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def block_layout(network: DraftNetwork, *, length: int, anchors: int, causal: bool) -> BlockLayout | None:

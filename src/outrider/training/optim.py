@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,7 +33,10 @@ def orthogonalise(matrices: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    if tall:
+        x = x.mT
+    assert isinstance(x, Tensor)
+    return x
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,8 +46,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": lr, "weight_decay": weight_decay, "momentum": MUON_MOMENTUM})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert closure is None
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "Muon does not evaluate the loss itself"
         for group in self.param_groups:
             alike: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -67,8 +70,9 @@ class Muon(torch.optim.Optimizer):
         ahead = torch._foreach_lerp(gradients, momenta, keep)
         update = orthogonalise(torch.stack(tuple(ahead)))
         size = ADAMW_STEP_SIZE * math.sqrt(max(shape))
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, list(update.to(parameters[0].dtype).unbind()), alpha=-group["lr"] * size)
+        matrices: list[Tensor] = list(parameters)
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(matrices, list(update.to(matrices[0].dtype).unbind()), alpha=-group["lr"] * size)
 
 
 class Optimisers:

@@ -28,12 +28,18 @@ class StreamSource:
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._counts = self._count()
         self.streams = self._read()
-        holdout = min(holdout, len(self.streams) // 4)
         # The first ones: data that is added later does not move them.
-        self.held_out = self.streams[slice(0, holdout)]
-        self._first = holdout
+        self._first = min(holdout, len(self.streams) // 4)
         self._order = np.empty(0, dtype=np.int64)
         self.epoch = 0
+
+    @property
+    def held_out(self) -> Streams:
+        return self.streams[slice(0, self._first)]
+
+    @property
+    def trained(self) -> Streams:
+        return self.streams[slice(self._first, None)]
 
     def _count(self) -> tuple[int, ...]:
         return tuple(count_files(path) if path.exists() else 0 for path in self.paths)
@@ -64,9 +70,22 @@ class StreamSource:
         return taken
 
     def state(self) -> dict[str, Any]:
-        return {"order": self._order.tolist(), "generator": self._generator.bit_generator.state, "epoch": self.epoch}
+        return {
+            "order": self._order.tolist(),
+            "generator": self._generator.bit_generator.state,
+            "epoch": self.epoch,
+            "held_out": self._first,
+            "streams": len(self.streams),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if len(self.streams) < state["streams"]:
+            raise ConfigError(
+                f"the data has {len(self.streams)} streams, but the run to continue had {state['streams']}: "
+                "give it the same data, or begin anew with --fresh"
+            )
+        # A larger corpus would have more held out by now, some of which was trained on.
+        self._first = state["held_out"]
         self._order = np.array(state["order"], dtype=np.int64)
         self._generator.bit_generator.state = state["generator"]
         self.epoch = state["epoch"]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outrider.errors import ConfigError, ModelError
 from outrider.models.chat import ChatTemplate
-from outrider.models.load import text_of_gguf
 from outrider.models.resolve import resolve_model
-from outrider.models.text import text_of_directory
+from outrider.models.text import text_of_directory, text_of_gguf
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import GGUFCheckpoint, open_checkpoint
 
@@ -52,11 +51,12 @@ def load_chat_text(name: str) -> ChatText:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Lines with "turns" or "prompt", and perhaps "category" or "source"; gzip by name."""
     try:
-        opened: Any = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as file:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
-    except (OSError, UnicodeDecodeError, EOFError) as problem:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as problem:
         raise ConfigError(f"{path} cannot be read: {problem}") from None
+    # Not splitlines(): texts may hold other line ends than "\n" unescaped.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise ConfigError(f"{path} has no prompts")
     return [_line(path, number, line) for number, line in lines]
@@ -67,7 +67,9 @@ def _line(path: Path, number: int, line: str) -> PromptLine:
         fields = json.loads(line)
     except json.JSONDecodeError as problem:
         raise ConfigError(f"{path}, line {number} is no JSON: {problem}") from None
-    turns = fields.get("turns", [fields["prompt"]] if "prompt" in fields else None) if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}, line {number} is no JSON object")
+    turns = fields.get("turns", [fields["prompt"]] if "prompt" in fields else None)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ConfigError(f'{path}, line {number} has neither "prompt" nor "turns" with texts')
     source = str(fields.get("source", "")).split(" (")[0]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.errors import ConfigError
-from outrider.training.checkpoint import STATE_FILE
-from outrider.training.drafts import make_plan
+from outrider.training.card import RunFacts
+from outrider.training.checkpoint import STATE_FILE, load_state, refuse_other_run
+from outrider.training.corpus import read_note, shared_prompts
+from outrider.training.drafts import TokenChoices, choose_tokens, make_plan
 from outrider.training.evaluate import Evaluation, as_json, describe, read_evaluation
 from outrider.training.export import export_drafter
 from outrider.training.pooling import StreamSource
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target, load_target
-from outrider.training.trainer import Trainer
+from outrider.training.trainer import Measured, Trainer, identity
 
 Report = Callable[[str], None]
 
@@ -24,9 +27,12 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device {name!r} is not known; write auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there: PyTorch sees {torch.cuda.device_count()} GPUs")
+    return device
 
 
 def target_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
@@ -49,49 +55,77 @@ def train(
     fresh: bool = False,
 ) -> dict[str, Any] | None:
     """Train by name of the target. Returns the last evaluation, as it is exported."""
+    refuse_missing(settings)
     where = pick_device(device)
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")
     target = load_target(model, dtype=target_dtype(where, dtype), device=where)
-    return train_for(settings, target, report=report, fresh=fresh)
+    try:
+        return train_for(settings, target, report=report, fresh=fresh)
+    except torch.OutOfMemoryError as problem:
+        reason = str(problem).partition(". ")[0]
+        raise ConfigError(
+            f"{reason}: lower --pool-streams first, then --chunk-rows, --anchors or --batch-streams"
+        ) from None
+
+
+def refuse_missing(settings: TrainSettings) -> None:
+    """Before a target is loaded for nothing."""
+    for path in settings.data:
+        if not path.exists() and not settings.watch:
+            raise ConfigError(f"{path} does not exist; make a corpus first: outrider train corpus --output {path}")
+    answers = settings.evaluation
+    if answers is not None and not answers.exists():
+        raise ConfigError(f"{answers} does not exist; make it first: outrider train held-out --output {answers}")
+    if settings.output.exists() and not settings.output.is_dir():
+        raise ConfigError(f"{settings.output} is a file; --output must be a directory")
 
 
 def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh: bool = False) -> dict[str, Any] | None:
-    settings.output.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        (settings.output / STATE_FILE).unlink(missing_ok=True)
+    refuse_missing(settings)
+    vocab_size = target.spec.vocab_size
     source = StreamSource(
         settings.data,
-        vocab_size=target.spec.vocab_size,
+        vocab_size=vocab_size,
         holdout=settings.holdout if settings.evaluation is None else 0,
         seed=settings.seed,
         watch=settings.watch,
     )
     length = source.streams.tokens.shape[1]
-    if settings.evaluation is None:
-        held_out, categories = source.held_out, ["held out"] * len(source.held_out)
+    notes = tuple(read_note(path) for path in settings.data)
+    given = None
+    if settings.evaluation is not None:
+        given = read_evaluation(settings.evaluation, vocab_size=vocab_size, length=length)
+    state = None if fresh else load_state(settings.output)
+    if state is None:
+        choices = choose_tokens(settings, source.streams, vocab_size)
     else:
-        held_out, categories = read_evaluation(settings.evaluation, vocab_size=target.spec.vocab_size, length=length)
-    plan = make_plan(settings, target, source.streams)
+        choices = TokenChoices.from_state(state["choices"])
+        refuse_other_run(state["identity"], identity(settings, target, choices), settings.output)
+    plan = make_plan(settings, target, length, choices)
     trainer = Trainer(settings, target, plan, source)
     parameters = sum(parameter.numel() for parameter in plan.network.parameters())
     report(
         f"{settings.method}: {parameters / 1e6:.1f}M parameters, taps {list(plan.taps)}, {len(source.streams):,} "
-        f"streams of {length} tokens, mask token {plan.mask_token_id}, on {device_name(target.device)}"
+        f"streams of {length} tokens, on {device_name(target.device)}"
     )
-    if trainer.resume():
-        report(f"goes on from step {trainer.step}")
+    _make_directory(settings.output)
+    if state is not None:
+        trainer.resume(state)
+        report(f"goes on from step {trainer.step:,}")
+    elif fresh:
+        (settings.output / STATE_FILE).unlink(missing_ok=True)
+    held_out, categories = given or (source.held_out, ["held out"] * len(source.held_out))
     evaluation: Evaluation | None = None
     latest: dict[str, Any] | None = None
 
-    def evaluate() -> str:
+    def evaluate() -> Measured:
         nonlocal evaluation, latest
         if not len(held_out):
-            return "nothing held out to evaluate"
+            return Measured("nothing held out to measure acceptance on", None)
         if evaluation is None:
-            pool = trainer.pool_of(held_out)
             evaluation = Evaluation(
-                pool,
+                trainer.pool_of(held_out),
                 categories,
                 plan,
                 trainer.rows,
@@ -100,23 +134,36 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
                 k=plan.network.k,
             )
         totals = evaluation.run()
-        latest = as_json(totals, plan.network.k)
-        return describe(totals)
+        whole = totals["all"]
+        latest = as_json(totals, plan.network.k) if whole.steps else None
+        return Measured(describe(totals), whole.mean_length if whole.steps else None)
 
     def export() -> None:
         assert trainer.scale is not None
-        trained = {
-            "steps": trainer.step,
-            "seconds": trainer.elapsed_s,
-            "streams": len(source.streams),
-            "length": length,
-            "device": device_name(target.device),
-        }
-        export_drafter(settings, target, plan, trainer.scale, trained=trained, evaluation=latest)
+        trained = source.trained
+        facts = RunFacts(
+            steps=trainer.step,
+            seconds=trainer.elapsed_s,
+            device=device_name(target.device),
+            streams=len(trained),
+            length=length,
+            sampled_share=float(trained.roles.mean()),
+            notes=notes,
+            shared_prompts=shared_prompts(held_out, trained),
+            evaluation=latest,
+        )
+        export_drafter(settings, target, plan, trainer.scale, facts)
         report(f"exported to {settings.output}")
 
     trainer.run(report, evaluate, export)
     return latest
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"{path} cannot be made: {problem}") from None
 
 
 def device_name(device: torch.device) -> str:

@@ -65,13 +65,19 @@ class TrainSettings:
     save_every_s: float = 120.0
     shard_mib: int | None = None
 
+    data_source: str | None = None
+    """For the model card, as are the next two; None: what the corpora say of themselves."""
+    data_licence: str | None = None
+    licence: str | None = None
+    """Of the drafter. None: the card names none."""
+
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
         _one_of("optimiser", self.optimiser, OPTIMISERS)
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("weighting", self.weighting, WEIGHTINGS)
         if (self.minutes is None) == (self.steps is None):
-            raise ConfigError("say how long to train: either minutes or steps")
+            raise ConfigError("say how long to train: either --minutes or --steps")
         for name in (
             *("layers", "k", "batch_streams", "anchors", "pool_streams", "reuse", "chunk_rows", "log_every"),
             *("minutes", "steps", "gamma", "lr", "clip", "shard_mib", "draft_vocab_size"),
@@ -79,6 +85,9 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
+        for name in ("holdout", "warmup_steps", "weight_decay", "seed", "evaluate_every_s", "save_every_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not 0.0 <= self.distil <= 1.0:
             raise ConfigError(f"distil is a share between 0 and 1, got {self.distil}")
         if not self.data:

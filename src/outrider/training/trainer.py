@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from outrider.errors import ConfigError
 from outrider.training.attention import BlockMasks
 from outrider.training.batches import Batch, Pool, decay_weights, dpace_weights, draw_anchors, known_counts, make_batch
-from outrider.training.checkpoint import load_state, refuse_other_run, save_state
+from outrider.training.checkpoint import save_state
 from outrider.training.corpus import Streams
-from outrider.training.drafts import DraftPlan
+from outrider.training.drafts import DraftPlan, TokenChoices, choose_taps
 from outrider.training.loss import HeadLoss
 from outrider.training.networks import DraftNetwork, block_layout
 from outrider.training.optim import Optimisers, learning_rate
@@ -28,10 +29,33 @@ from outrider.training.pooling import StreamSource, fill_pool, tap_scale
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target
 
+# What must be the same for a saved state to be continued.
+IDENTITY = (
+    *("method", "layers", "k", "causal", "draft_vocab_size"),
+    *("optimiser", "batch_streams", "anchors", "pool_streams", "reuse", "seed"),
+)
+# However slow the steps are, something is said this often.
+QUIET_S = 30.0
+
 Report = Callable[[str], None]
 
-# What must be the same for a saved state to be continued.
-IDENTITY = ("method", "layers", "k", "causal", "optimiser", "batch_streams", "anchors", "pool_streams", "reuse", "seed")
+
+class Measured(NamedTuple):
+    """What an evaluation found."""
+
+    text: str
+    length: float | None
+    """Mean acceptance length over everything held out; None where nothing could be measured."""
+
+
+def identity(settings: TrainSettings, target: Target, choices: TokenChoices) -> dict[str, Any]:
+    values = asdict(settings)
+    given = settings.mask_token_id
+    return {name: values[name] for name in IDENTITY} | {
+        "taps": list(choose_taps(settings, len(target.spec.layers))),
+        "target": target.fingerprint,
+        "mask_token_id": choices.mask_token_id if given is None else given,
+    }
 
 
 class Trainer:
@@ -52,22 +76,17 @@ class Trainer:
             self.network, kind=settings.optimiser, lr=settings.lr, weight_decay=settings.weight_decay
         )
         compiled = settings.compiled and self.device.type == "cuda"
-        self.forward: Callable[..., Tensor] = (
-            torch.compile(self.network, dynamic=False) if compiled else self.network
-        )
+        self.forward: Callable[..., Tensor] = torch.compile(self.network, dynamic=False) if compiled else self.network
         if compiled:
             target.compile()
         self.head_loss = HeadLoss(plan.head.to(self.compute), chunk_rows=settings.chunk_rows, compiled=compiled)
         self.masks = self._masks()
         self.weights = decay_weights(self.network.k, settings.gamma, self.device)
-        self.mask_row = None
-        if plan.mask_token_id is not None:
-            mask_id = torch.tensor([plan.mask_token_id], device=self.device)
-            self.mask_row = target.embed(mask_id).to(self.compute)
         self.scale: Tensor | None = None
         self.step = 0
         self.elapsed_s = 0.0
         self._wanted: set[str] = set()
+        self._measured: float | None = None
         self._pool: Pool | None = None
         self._counts: Tensor | None = None
         self._members = np.empty(0, dtype=np.int64)
@@ -108,7 +127,9 @@ class Trainer:
         settings = self.settings
         if not self._queue:
             size = settings.batch_streams
-            self._fill(self.source.next(settings.pool_streams))
+            # A small corpus is not computed several times over to fill the pool.
+            enough = max(size, len(self.source.trained))
+            self._fill(self.source.next(min(settings.pool_streams, enough)))
             assert self._pool is not None
             for _ in range(settings.reuse):
                 # Moved in one piece: a copy in every step would wait for the device.
@@ -123,16 +144,11 @@ class Trainer:
 
     def rows(self, batch: Batch) -> Tensor:
         """[streams, anchors, k, hidden]"""
-        mask: Tensor | BlockMask = batch.anchors if self.masks is None else self.masks.make(batch.anchors)
-        blocks = batch.anchors[..., None] + torch.arange(self.network.k, device=self.device)
-        ids = batch.tokens.gather(1, blocks.clamp(max=self.length - 1).flatten(1)).view(blocks.shape)
-        embedded = self.target.embed(ids).to(self.compute)
-        other = self.mask_row
-        if other is None:
-            other = self.target.embed(batch.tokens).to(self.compute)
+        mask: Tensor | BlockMask | None = None if self.masks is None else self.masks.make(batch.anchors)
+        embedded = self.target.embed(batch.tokens).to(self.compute)
         mixed = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
         with mixed:
-            return self.forward(batch.taps, embedded, other, batch.anchors, mask)
+            return self.forward(batch.taps, embedded, batch.anchors, mask)
 
     def train_step(self) -> dict[str, Tensor]:
         settings = self.settings
@@ -147,18 +163,17 @@ class Trainer:
             weights = self.weights * known
         weights = weights / weights.sum().clamp(min=1e-6)
         loss = (result.losses * weights.flatten()).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.clip)
         self.optimisers.set_lr(
-            learning_rate(
-                settings.lr, step=self.step, warmup_steps=settings.warmup_steps, progress=self.progress()
-            )
+            learning_rate(settings.lr, step=self.step, warmup_steps=settings.warmup_steps, progress=self.progress())
         )
         self.optimisers.step()
         self.optimisers.zero_grad()
         self.step += 1
         right = result.right.view(known.shape) & known
-        whole = known.all(-1)
+        # A label outside the draft vocabulary is known, and missed.
+        whole = batch.known.all(-1)
         run = torch.cumprod(right.to(torch.int32), dim=-1).sum(-1) + 1
         return {
             "loss": loss.detach(),
@@ -177,7 +192,7 @@ class Trainer:
 
     # --- the run ------------------------------------------------------------------------------------
 
-    def run(self, report: Report, evaluate: Callable[[], str], export: Callable[[], None]) -> None:
+    def run(self, report: Report, evaluate: Callable[[], Measured], export: Callable[[], None]) -> None:
         """Until time is up or somebody asks to stop. A signal USR1 exports; TERM and INT save, export and end."""
         handlers = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
@@ -187,13 +202,16 @@ class Trainer:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         self.save()
-        report(f"done: {self.step} steps in {self.elapsed_s:.0f} s; {evaluate()}")
+        report(f"done: {self.step} steps in {self.elapsed_s:.0f} s; {evaluate().text}")
         export()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and "stop" in self._wanted:
+            # Asked twice: now, and without saving.
+            raise KeyboardInterrupt
         self._wanted.add("export" if number == signal.SIGUSR1 else "stop")
 
-    def _loop(self, report: Report, evaluate: Callable[[], str], export: Callable[[], None]) -> None:
+    def _loop(self, report: Report, evaluate: Callable[[], Measured], export: Callable[[], None]) -> None:
         settings = self.settings
         sums: dict[str, Tensor] = {}
         counted = 0
@@ -211,11 +229,19 @@ class Trainer:
             counted += 1
             now = time.monotonic()
             self.elapsed_s = before + now - began
-            if self.step % settings.log_every == 0:
-                report(self._line({name: value.item() / counted for name, value in sums.items()}, counted, logged))
+            if self.step % settings.log_every == 0 or now - logged > QUIET_S:
+                means = {name: value.item() / counted for name, value in sums.items()}
+                report(self._line(means, counted, logged))
+                if not math.isfinite(means["loss"]):
+                    raise ConfigError(
+                        f"the loss is {means['loss']} at step {self.step}: begin anew with a lower --lr, "
+                        "or go on from the last saved state"
+                    )
                 sums, counted, logged = {}, 0, time.monotonic()
             if now - evaluated > settings.evaluate_every_s:
-                report(f"step {self.step}: {evaluate()}")
+                measured = evaluate()
+                self._measured = measured.length
+                report(f"step {self.step:,} · {measured.text}")
                 evaluated = time.monotonic()
             if now - saved > settings.save_every_s or "export" in self._wanted:
                 self.save()
@@ -227,11 +253,12 @@ class Trainer:
         seconds = max(1e-9, time.monotonic() - since)
         tokens = counted * self.settings.batch_streams * self.length / seconds
         done = self.progress()
-        left = self.elapsed_s * (1 - done) / done if done else 0.0
+        left_s = self.elapsed_s * max(0.0, 1 - done) / done if done else 0.0
+        held_out = "" if self._measured is None else f", held out {self._measured:.2f}"
         return (
-            f"step {self.step} · loss {means['loss']:.3f} · first draft {means['first']:.1%} · "
-            f"length on anchors {means['length']:.2f} · labels {means['known']:.0%} · norm {means['norm']:.2f} · "
-            f"{seconds / counted * 1e3:.1f} ms/step · {tokens / 1e3:.0f}k tokens/s · {left:.0f} s left"
+            f"step {self.step:,} · loss {means['loss']:.3f} · simulated acceptance {means['length']:.2f}{held_out} "
+            f"(first draft {means['first']:.0%}) · labels {means['known']:.0%} · norm {means['norm']:.2f} · "
+            f"{seconds / counted * 1e3:.1f} ms/step · {_thousands(tokens)} tokens/s · {_clock(left_s)} left"
         )
 
     def _synchronise(self) -> None:
@@ -240,19 +267,12 @@ class Trainer:
 
     # --- state --------------------------------------------------------------------------------------
 
-    def identity(self) -> dict[str, Any]:
-        values = asdict(self.settings)
-        return {name: values[name] for name in IDENTITY} | {
-            "taps": list(self.plan.taps),
-            "target": self.target.fingerprint,
-            "mask_token_id": self.plan.mask_token_id,
-        }
-
     def save(self) -> None:
         save_state(
             self.settings.output,
             {
-                "identity": self.identity(),
+                "identity": identity(self.settings, self.target, self.plan.choices),
+                "choices": self.plan.choices.state(),
                 "network": self.network.state_dict(),
                 "optimisers": self.optimisers.state(),
                 "generator": self.generator.get_state(),
@@ -266,12 +286,8 @@ class Trainer:
             },
         )
 
-    def resume(self) -> bool:
-        """Go on from the state in the output directory, if there is one."""
-        state = load_state(self.settings.output)
-        if state is None:
-            return False
-        refuse_other_run(state["identity"], self.identity(), self.settings.output)
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state of this run."""
         self.network.load_state_dict(state["network"])
         self.optimisers.load_state(state["optimisers"])
         self.generator.set_state(state["generator"])
@@ -281,4 +297,14 @@ class Trainer:
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._fill(np.array(state["members"], dtype=np.int64))
         self._queue = [torch.tensor(index, device=self.device) for index in state["queue"]]
-        return True
+
+
+def _thousands(count: float) -> str:
+    return f"{count / 1e3:,.0f}k" if count >= 1e4 else f"{count:,.0f}"
+
+
+def _clock(seconds: float) -> str:
+    """1:02:03, or 2:03"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -18,27 +18,41 @@ if TYPE_CHECKING:
     from outrider.training.prompts import ChatText, PromptLine
     from outrider.training.target import Target
 
+TRAIN_HELP = (
+    "Train a drafter for a target.\n\n"
+    "1. [bold]corpus[/bold]: the target writes conversations to learn from.\n\n"
+    "2. [bold]held-out[/bold]: it answers other prompts greedily, to measure with.\n\n"
+    "3. [bold]dflash[/bold] or [bold]eagle3[/bold]: a drafter learns to foresee the target."
+)
 CORPUS_HELP = (
     "Let the target write conversations to train on.\n\n"
-    "Every prompt begins one; answers are sampled at a mixture of temperatures, further questions are invented."
+    "Every prompt begins a conversation of one length in tokens. The target answers, invents the next question, and so "
+    "on until the stream is full. What an earlier call wrote into the directory stays; new streams are added."
 )
-HELD_OUT_HELP = "Let the target answer prompts greedily, to measure acceptance with [bold]--evaluation[/bold]."
-DFLASH_HELP = "Train a DFlash drafter: one pass drafts a whole block."
-EAGLE3_HELP = "Train an EAGLE-3 drafter: one layer drafts token by token."
-
-train_app = typer.Typer(
-    help="Train drafters for a target: first its own conversations, then a network that foresees them.",
-    no_args_is_help=True,
+HELD_OUT_HELP = (
+    "Let the target answer prompts greedily, to measure acceptance with [bold]--evaluation[/bold].\n\n"
+    "Use prompts that the corpus does not contain."
 )
+CONTINUE_HELP = (
+    "\n\nThe output holds the drafter as it was last exported, ready for use, and the state of the run: the same "
+    "command again goes on from there. Ctrl-C or SIGTERM saves, exports and ends; SIGUSR1 saves and exports."
+)
+DFLASH_HELP = f"Train a DFlash drafter: one pass drafts a whole block.{CONTINUE_HELP}"
+EAGLE3_HELP = f"Train an EAGLE-3 drafter: one layer drafts token by token.{CONTINUE_HELP}"
 
-Data = Annotated[list[Path], typer.Option(help="A corpus: a directory or one toks_N.npy. May be repeated.")]
-Output = Annotated[Path, typer.Option(help="Where the drafter goes; a run that lies there is continued.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever lies in the output.")]
-Taps = Annotated[
-    str | None, typer.Option(help="Target layers to read, counted from 0: 1,8,14. Default: spread over the target.")
+train_app = typer.Typer(help=TRAIN_HELP, no_args_is_help=True)
+
+Data = Annotated[
+    list[Path], typer.Option(help="Corpus to learn from: a directory or one toks_N.npy. May be given several times.")
 ]
-Prompts = Annotated[Path, typer.Option(help='JSON lines with "prompt" or "turns"; .gz is read too.')]
-Length = Annotated[int, typer.Option(help="Tokens of a stream.")]
+Output = Annotated[Path, typer.Option(help="Directory of the drafter; a run that is there already is continued.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Begin anew even if the output holds a run.")]
+Taps = Annotated[
+    str | None,
+    typer.Option(help="Target layers whose output is read, counted from 0, as in 1,8,14. Default: spread evenly."),
+]
+Prompts = Annotated[Path, typer.Option(help='JSON lines, each with "prompt" or "turns"; also gzipped, as .gz.')]
+Length = Annotated[int, typer.Option(help="Tokens per stream.")]
 
 
 def _report(line: str) -> None:
@@ -48,9 +62,67 @@ def _report(line: str) -> None:
 def _train(settings: TrainSettings, target: TargetOptions, *, fresh: bool) -> None:
     from outrider.training.run import train
 
-    train(
-        settings, model=target.model, report=_report, device=target.device, dtype=target.dtype, fresh=fresh
+    train(settings, model=target.model, report=_report, device=target.device, dtype=target.dtype, fresh=fresh)
+
+
+@train_app.command("corpus", help=CORPUS_HELP)
+@grouped
+def corpus(
+    *,
+    prompts: Prompts,
+    output: Annotated[Path, typer.Option(help="Directory of the corpus; new streams are added.")],
+    length: Length = 768,
+    streams: Annotated[int, typer.Option(help="Conversations written at once.")] = 2048,
+    count: Annotated[int | None, typer.Option(help="Conversations in all. Default: one per prompt.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no further batch after so long.")] = None,
+    temperatures: Annotated[
+        str, typer.Option(help="Temperatures of answers, each with its share of the conversations.")
+    ] = "0:0.8,0.6:0.2",
+    question_temperature: Annotated[float, typer.Option(help="Temperature of invented questions.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts' order and of sampling.")] = 0,
+    source: Annotated[
+        str | None, typer.Option(help="Where the prompts come from, for the model card of what is trained on them.")
+    ] = None,
+    licence: Annotated[str | None, typer.Option(help="Licence of the prompts, for the same.")] = None,
+    target: TargetOptions,
+) -> None:
+    from outrider.training.make_corpus import CorpusSettings, write_conversations
+
+    settings = CorpusSettings(
+        output=output,
+        length=length,
+        streams=streams,
+        count=count,
+        minutes=minutes,
+        temperatures=temperature_shares(temperatures),
+        question_temperature=question_temperature,
+        seed=seed,
+        source=source,
+        licence=licence,
     )
+    lines, text, model = _writer(prompts, target)
+    write_conversations(settings, model, text, lines, _report)
+
+
+@train_app.command("held-out", help=HELD_OUT_HELP)
+@grouped
+def held_out(
+    *,
+    prompts: Prompts,
+    output: Annotated[Path, typer.Option(help="Directory for the answers; new or empty.")],
+    length: Length = 768,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 256,
+    target: TargetOptions,
+) -> None:
+    from outrider.training.make_corpus import CorpusSettings, write_greedy_answers
+
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file; --output must be a directory")
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty; categories of several runs would be mixed up")
+    settings: CorpusSettings = CorpusSettings(output=output, length=length)
+    lines, text, model = _writer(prompts, target)
+    write_greedy_answers(settings, model, text, lines, _report, tokens=max_tokens)
 
 
 @train_app.command("dflash", help=DFLASH_HELP)
@@ -59,13 +131,13 @@ def dflash(
     *,
     data: Data,
     output: Output,
-    layers: Annotated[int, typer.Option(help="Of the drafter.")] = 4,
-    block_size: Annotated[int, typer.Option(help="The last token and the drafts behind it.")] = 8,
-    causal: Annotated[bool, typer.Option("--causal", help="Drafts see only earlier ones of their block.")] = False,
+    layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 4,
+    block_size: Annotated[int, typer.Option(min=2, help="Rows of a block: the last token, then one per draft.")] = 8,
+    causal: Annotated[bool, typer.Option("--causal", help="A draft sees only earlier ones of its block.")] = False,
     mask_token_id: Annotated[
-        int | None, typer.Option(help="Stands for tokens to draft. Default: one that the data never uses.")
+        int | None, typer.Option(help="Token that stands for one to draft. Default: the rarest in the data.")
     ] = None,
-    anchors: Annotated[int, typer.Option(help="Blocks per stream and step.")] = 64,
+    anchors: Annotated[int, typer.Option(help="Blocks drafted per stream and step.")] = 64,
     taps: Taps = None,
     fresh: Fresh = False,
     target: TargetOptions,
@@ -92,11 +164,11 @@ def eagle3(
     *,
     data: Data,
     output: Output,
-    unroll: Annotated[int, typer.Option(help="Steps on its own outputs while training.")] = 6,
+    unroll: Annotated[int, typer.Option(min=1, help="Drafts in a row, each made from the one before.")] = 6,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help="Draft only the most frequent tokens. Default: all.")
+        int | None, typer.Option(help="Draft only that many tokens, the most frequent ones. Default: all.")
     ] = None,
-    anchors: Annotated[int, typer.Option(help="Chains per stream and step.")] = 64,
+    anchors: Annotated[int, typer.Option(help="Chains drafted per stream and step.")] = 64,
     taps: Taps = None,
     fresh: Fresh = False,
     target: TargetOptions,
@@ -114,56 +186,6 @@ def eagle3(
         **options.settings(),
     )
     _train(settings, target, fresh=fresh)
-
-
-@train_app.command("corpus", help=CORPUS_HELP)
-@grouped
-def corpus(
-    *,
-    prompts: Prompts,
-    output: Annotated[Path, typer.Option(help="Directory of the corpus; what is there stays.")],
-    length: Length = 768,
-    streams: Annotated[int, typer.Option(help="Conversations that are written at once.")] = 2048,
-    count: Annotated[int | None, typer.Option(help="Of conversations. Default: one for each prompt.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Begin no further batch after that.")] = None,
-    temperatures: Annotated[str, typer.Option(help="Temperature and share, of answers.")] = "0:0.8,0.6:0.2",
-    question_temperature: Annotated[float, typer.Option(help="Of invented questions.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of prompts' order and sampling.")] = 0,
-    target: TargetOptions,
-) -> None:
-    from outrider.training.make_corpus import CorpusSettings, write_conversations
-
-    settings = CorpusSettings(
-        output=output,
-        length=length,
-        streams=streams,
-        count=count,
-        minutes=minutes,
-        temperatures=temperature_shares(temperatures),
-        question_temperature=question_temperature,
-        seed=seed,
-    )
-    lines, text, model = _writer(prompts, target)
-    write_conversations(settings, model, text, lines, _report)
-
-
-@train_app.command("held-out", help=HELD_OUT_HELP)
-@grouped
-def held_out(
-    *,
-    prompts: Prompts,
-    output: Annotated[Path, typer.Option(help="A new directory.")],
-    length: Length = 768,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
-    target: TargetOptions,
-) -> None:
-    from outrider.training.make_corpus import CorpusSettings, write_greedy_answers
-
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"{output} is not empty; categories of several runs would be mixed up")
-    settings: CorpusSettings = CorpusSettings(output=output, length=length)
-    lines, text, model = _writer(prompts, target)
-    write_greedy_answers(settings, model, text, lines, _report, tokens=max_tokens)
 
 
 def _writer(prompts: Path, options: TargetOptions) -> tuple[list[PromptLine], ChatText, Target]:

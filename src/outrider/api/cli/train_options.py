@@ -15,6 +15,7 @@ RUN = "Run"
 DATA = "Data"
 OPTIMISATION = "Optimisation"
 SPEED = "Speed"
+CARD = "Model card"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,52 +30,70 @@ class TargetOptions:
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     minutes: Annotated[
-        float | None, typer.Option(help="Train that long; the schedule ends with it.", rich_help_panel=RUN)
+        float | None, typer.Option(help="Train for so long; the learning rate falls until then.", rich_help_panel=RUN)
     ] = None
-    steps: Annotated[int | None, typer.Option(help="Or that many steps.", rich_help_panel=RUN)] = None
-    seed: Annotated[int, typer.Option(rich_help_panel=RUN, help="Of weights, order and anchors.")] = 0
-    log_every: Annotated[int, typer.Option(rich_help_panel=RUN, help="Steps between two lines.")] = 100
+    steps: Annotated[int | None, typer.Option(help="Train for so many steps instead.", rich_help_panel=RUN)] = None
+    seed: Annotated[int, typer.Option(rich_help_panel=RUN, help="Seed of weights, order and anchors.")] = 0
+    log_every: Annotated[int, typer.Option(rich_help_panel=RUN, help="Steps between two lines of progress.")] = 100
     evaluate_every_s: Annotated[float, typer.Option(rich_help_panel=RUN, help="Seconds between evaluations.")] = 60.0
     save_every_s: Annotated[
-        float, typer.Option(rich_help_panel=RUN, help="Seconds between states saved and drafters exported.")
+        float, typer.Option(rich_help_panel=RUN, help="Seconds between saving the state and exporting the drafter.")
     ] = 120.0
     shard_mib: Annotated[
-        int | None, typer.Option(rich_help_panel=RUN, help="Cut the exported weights into files of this size.")
+        int | None, typer.Option(rich_help_panel=RUN, help="Cut the exported weights into files of at most this size.")
     ] = None
 
     evaluation: Annotated[
         Path | None,
-        typer.Option(help="Greedy answers (see held-out). Default: a slice of the data.", rich_help_panel=DATA),
+        typer.Option(help="Greedy answers from held-out. Default: part of the data is held out.", rich_help_panel=DATA),
     ] = None
-    watch: Annotated[bool, typer.Option(help="Look for data that is added meanwhile.", rich_help_panel=DATA)] = False
-    holdout: Annotated[int, typer.Option(help="Streams held out where no --evaluation is.", rich_help_panel=DATA)] = 64
+    watch: Annotated[bool, typer.Option(help="Look for streams that are added meanwhile.", rich_help_panel=DATA)] = (
+        False
+    )
+    holdout: Annotated[int, typer.Option(help="Streams held out without --evaluation.", rich_help_panel=DATA)] = 64
     batch_streams: Annotated[int, typer.Option(help="Streams per step.", rich_help_panel=DATA)] = 64
     pool_streams: Annotated[
         int, typer.Option(help="Streams whose target states are kept at a time.", rich_help_panel=DATA)
     ] = 4096
-    reuse: Annotated[
-        int, typer.Option(help="Times a stream is drawn before it is replaced.", rich_help_panel=DATA)
-    ] = 4
+    reuse: Annotated[int, typer.Option(help="Times a stream is drawn before it is replaced.", rich_help_panel=DATA)] = 4
 
-    optimiser: Annotated[str, typer.Option(help=", ".join(OPTIMISERS), rich_help_panel=OPTIMISATION)] = "muon"
+    optimiser: Annotated[
+        str, typer.Option(help=f"For matrices: {', '.join(OPTIMISERS)}.", rich_help_panel=OPTIMISATION)
+    ] = "muon"
     lr: Annotated[float, typer.Option(help="Highest learning rate.", rich_help_panel=OPTIMISATION)] = 1.5e-3
-    warmup_steps: Annotated[int, typer.Option(help="Steps up to it.", rich_help_panel=OPTIMISATION)] = 200
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.", rich_help_panel=OPTIMISATION)] = 0.01
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.", rich_help_panel=OPTIMISATION)] = 1.0
+    warmup_steps: Annotated[
+        int, typer.Option(help="Steps until the learning rate is reached.", rich_help_panel=OPTIMISATION)
+    ] = 200
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.", rich_help_panel=OPTIMISATION)] = 0.01
+    clip: Annotated[float, typer.Option(help="Largest norm of a gradient.", rich_help_panel=OPTIMISATION)] = 1.0
     weighting: Annotated[
-        str, typer.Option(help=f"How drafts of a block count: {', '.join(WEIGHTINGS)}.", rich_help_panel=OPTIMISATION)
+        str,
+        typer.Option(help=f"How the drafts of a block count: {', '.join(WEIGHTINGS)}.", rich_help_panel=OPTIMISATION),
     ] = "decay"
-    gamma: Annotated[float, typer.Option(help="Of decay: exp(-(j-1)/gamma).", rich_help_panel=OPTIMISATION)] = 4.0
+    gamma: Annotated[
+        float, typer.Option(help="With decay, draft j counts exp(-(j-1)/gamma).", rich_help_panel=OPTIMISATION)
+    ] = 4.0
     distil: Annotated[
         float,
-        typer.Option(help="Share of the target's whole distribution in the aim.", rich_help_panel=OPTIMISATION),
+        typer.Option(
+            help="How much of the aim is the target's whole distribution, 0 to 1.", rich_help_panel=OPTIMISATION
+        ),
     ] = 0.0
 
     compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile for a GPU.", rich_help_panel=SPEED)
+        bool, typer.Option("--compile/--no-compile", help="Compile the network; on a GPU only.", rich_help_panel=SPEED)
     ] = True
-    attention: Annotated[str, typer.Option(help=", ".join(ATTENTIONS), rich_help_panel=SPEED)] = "auto"
-    chunk_rows: Annotated[int, typer.Option(help="Rows of logits at a time.", rich_help_panel=SPEED)] = 4096
+    attention: Annotated[str, typer.Option(help=f"Kernel: {', '.join(ATTENTIONS)}.", rich_help_panel=SPEED)] = "auto"
+    chunk_rows: Annotated[int, typer.Option(help="Rows of logits that exist at a time.", rich_help_panel=SPEED)] = 4096
+
+    data_source: Annotated[
+        str | None,
+        typer.Option(help="Where the data comes from. Default: what corpus.json beside it says.", rich_help_panel=CARD),
+    ] = None
+    data_licence: Annotated[
+        str | None, typer.Option(help="Licence of the data. Default: likewise.", rich_help_panel=CARD)
+    ] = None
+    licence: Annotated[str | None, typer.Option(help="Licence of the drafter.", rich_help_panel=CARD)] = None
 
     def settings(self) -> dict[str, Any]:
         """As TrainSettings takes them."""

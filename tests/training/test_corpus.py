@@ -1,0 +1,160 @@
+"""Corpora: what is written is read again, and it is what the target would say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.tiny import byte_tokenizer
+from tests.training.tiny import greedy_streams, settings_for, tiny_target, write_corpus
+
+from outrider.errors import ConfigError
+from outrider.models.chat import ChatTemplate
+from outrider.training.corpus import (
+    CorpusNote,
+    Streams,
+    read_corpus,
+    read_note,
+    shared_prompts,
+    write_note,
+    write_shard,
+)
+from outrider.training.make_corpus import CorpusSettings, write_conversations, write_greedy_answers
+from outrider.training.pooling import StreamSource, best_tokens
+from outrider.training.prompts import ChatText, PromptLine, read_prompts
+from outrider.training.run import train_for
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}a"
+
+
+def chat_text() -> ChatText:
+    tokenizer = byte_tokenizer()
+    (end,) = tokenizer.encode("|", add_special_tokens=False)
+    return ChatText(tokenizer=tokenizer, template=ChatTemplate(TEMPLATE, source="tiny"), eos_ids=(end,))
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+def test_streams_are_read_as_they_were_written(tmp_path: Path) -> None:
+    first, second = greedy_streams(4), greedy_streams(3, seed=1)
+    write_shard(tmp_path, first)
+    write_shard(tmp_path, second)
+    found = read_corpus(tmp_path, vocab_size=256)
+    assert np.array_equal(found.tokens, np.concatenate([first.tokens, second.tokens]))
+    assert np.array_equal(found.roles, np.concatenate([first.roles, second.roles]))
+    one = read_corpus(tmp_path / "toks_1.npy", vocab_size=256)
+    assert np.array_equal(one.tokens, second.tokens)
+
+
+def test_ids_above_16_bits_survive(tmp_path: Path) -> None:
+    streams = greedy_streams(4)
+    wide = Streams(tokens=streams.tokens + 100_000, roles=streams.roles)
+    write_shard(tmp_path, wide)
+    assert np.array_equal(read_corpus(tmp_path, vocab_size=128_000).tokens, wide.tokens)
+
+
+def test_every_stream_comes_once_an_epoch_and_held_out_ones_never(tmp_path: Path) -> None:
+    write_corpus(tmp_path, 8)
+    source = StreamSource((tmp_path,), vocab_size=256, holdout=2, seed=0, watch=True)
+    assert sorted(source.next(6).tolist()) == [2, 3, 4, 5, 6, 7]
+    assert len(source.held_out) == 2
+    assert len(source.trained) == 6
+    write_corpus(tmp_path, 8)
+    assert sorted(source.next(14).tolist()) == list(range(2, 16))
+
+
+def test_answers_are_what_the_target_would_say(tmp_path: Path) -> None:
+    settings = CorpusSettings(output=tmp_path, length=40, streams=3, count=5, temperatures=((0.0, 1.0),), source="us")
+    prompts = [PromptLine(turns=(text,), category="x") for text in ("hello", "why?", "ab")]
+    assert write_conversations(settings, tiny_target(), chat_text(), prompts, quiet) == 5
+    streams = read_corpus(tmp_path, vocab_size=256)
+    assert streams.tokens.shape == (5, 40)
+    states = tiny_target().states(torch.from_numpy(streams.tokens.astype(np.int64)), (0,))
+    best = best_tokens(tiny_target(), states.final).numpy()
+    assert streams.roles.sum() > 50
+    assert np.array_equal(streams.tokens[streams.roles], best[streams.roles])
+    text = chat_text()
+    known = {tuple(text.encode([{"role": "user", "content": line.turns[0]}])) for line in prompts}
+    ends = streams.roles.argmax(axis=1)
+    assert {tuple(row[:end].tolist()) for row, end in zip(streams.tokens, ends, strict=True)} <= known
+    assert read_note(tmp_path) == CorpusNote(source="us", written_by=tiny_target().name)
+
+
+def test_greedy_answers_have_a_category_each_and_end_in_time(tmp_path: Path) -> None:
+    prompts = [PromptLine(turns=("hello", "and then?"), category="talk"), PromptLine(turns=("7+5",), category="sums")]
+    settings = CorpusSettings(output=tmp_path, length=64)
+    assert write_greedy_answers(settings, tiny_target(), chat_text(), prompts, quiet, tokens=10) == 3
+    streams = read_corpus(tmp_path, vocab_size=256)
+    assert json.loads((tmp_path / "categories.json").read_text()) == ["talk", "sums", "talk"]
+    assert (streams.roles.sum(axis=1) <= 10).all()
+    result = train_for(
+        settings_for(tmp_path, data=(tmp_path,), evaluation=tmp_path, steps=1), tiny_target(), report=quiet
+    )
+    assert result is not None
+    assert set(result["categories"]) == {"all", "talk", "sums"}
+
+
+def test_prompts_are_read_from_lines_plain_or_zipped(tmp_path: Path) -> None:
+    lines = '{"prompt": "a\\u2028b"}\n\n{"turns": ["c", "d"], "category": "two"}\n'
+    (tmp_path / "plain.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "zipped.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name in ("plain.jsonl", "zipped.jsonl.gz"):
+        first, second = read_prompts(tmp_path / name)
+        assert first == PromptLine(turns=("a\u2028b",), category="all")
+        assert second == PromptLine(turns=("c", "d"), category="two")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("a.jsonl", b"", "has no prompts"),
+        ("a.jsonl", b"{", "line 1 is no JSON"),
+        ("a.jsonl", b"\n[1]", "line 2 is no JSON object"),
+        ("a.jsonl", b'{"turns": []}', 'neither "prompt" nor "turns"'),
+        ("a.jsonl.gz", b"not zipped", "cannot be read"),
+        ("a.jsonl", b"\xff", "cannot be read"),
+    ],
+)
+def test_broken_prompts_are_refused(name: str, content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=text):
+        read_prompts(tmp_path / name)
+
+
+# ---- the model card's data section ---------------------------------------------------------------------
+
+
+def card(directory: Path, **changes: object) -> str:
+    settings = settings_for(directory, steps=1, **changes)
+    train_for(settings, tiny_target(), report=quiet, fresh=True)
+    return (settings.output / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card_says_of_the_data_what_the_data_says(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    text = card(tmp_path)
+    assert "8 streams of 48 tokens" in text
+    assert "Where the data comes from was not recorded." in text
+    assert "license:" not in text
+    assert "## Licence" not in text
+    write_note(tmp_path / "corpus", CorpusNote(source="Questions from a quiz", licence="CC0", written_by="tiny-0"))
+    text = card(tmp_path)
+    assert "- Questions from a quiz; written by tiny-0; licence: CC0" in text
+    text = card(tmp_path, data_source="Another quiz", data_licence="MIT", licence="apache-2.0")
+    assert "- Another quiz; licence: MIT" in text
+    assert "Questions from a quiz" not in text
+    assert 'license: "apache-2.0"' in text
+
+
+def test_the_card_says_whether_evaluation_prompts_were_trained_on(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    write_corpus(tmp_path / "other", 4, seed=5)
+    assert "No evaluation prompt begins a training stream." in card(tmp_path, evaluation=tmp_path / "other")
+    assert "8 evaluation streams begin as training streams do." in card(tmp_path, evaluation=tmp_path / "corpus")
+    assert shared_prompts(greedy_streams(4, seed=5), greedy_streams(8)) == 0
