@@ -103,6 +103,7 @@ def tiny_engine(
         "sanitizer": "raise",
         "sanitizer_level": "bytes",
         "ops": "torch",
+        "device": "cpu",
     }
     if drafter is not None or settings.pop("speculate", False):
         settings["speculative_config"] = SpeculativeConfig(method=method, num_speculative_tokens=k)
