@@ -67,7 +67,8 @@ def build_engine(
         model = load_model(config.model, dtype=dtype, device=device, progress=report)
     if model.parameters.embedding.device.type != device.type:
         raise ConfigError(
-            f"the model lies on {model.parameters.embedding.device}, but the engine is to run on {device}; load it there"
+            f"the model lies on {model.parameters.embedding.device}, but the engine is to run on {device}; "
+            "load it there"
         )
     limit = min(config.max_model_len or model.spec.max_position, model.spec.max_position)
     if config.max_model_len is not None and config.max_model_len > model.spec.max_position:
