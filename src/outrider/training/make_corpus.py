@@ -113,7 +113,7 @@ def write_conversations(
         written += len(streams)
         seconds = time.monotonic() - began
         report(
-            f"{path.name}: {written:,} streams, {written * settings.length / seconds / 1e3:.0f}k tokens/s, "
+            f"{path.name}: {written:,} streams, {written * settings.length / seconds:,.0f} tokens/s, "
             f"{streams.roles.mean():.0%} answers, {left:,} left"
         )
         if settings.minutes is not None and seconds > settings.minutes * 60:

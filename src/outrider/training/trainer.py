@@ -214,7 +214,7 @@ class Trainer:
     def _loop(self, report: Report, evaluate: Callable[[], Measured], export: Callable[[], None]) -> None:
         settings = self.settings
         sums: dict[str, Tensor] = {}
-        counted = 0
+        counted = timed = 0
         began: float | None = None
         before = self.elapsed_s
         evaluated = saved = logged = time.monotonic()
@@ -224,20 +224,22 @@ class Trainer:
                 # Compilation and the first pool are not training time.
                 self._synchronise()
                 began = evaluated = saved = logged = time.monotonic()
+            else:
+                timed += 1
             for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
             counted += 1
             now = time.monotonic()
             self.elapsed_s = before + now - began
-            if self.step % settings.log_every == 0 or now - logged > QUIET_S:
+            if timed and (self.step % settings.log_every == 0 or now - logged > QUIET_S):
                 means = {name: value.item() / counted for name, value in sums.items()}
-                report(self._line(means, counted, logged))
+                report(self._line(means, timed, logged))
                 if not math.isfinite(means["loss"]):
                     raise ConfigError(
                         f"the loss is {means['loss']} at step {self.step}: begin anew with a lower --lr, "
                         "or go on from the last saved state"
                     )
-                sums, counted, logged = {}, 0, time.monotonic()
+                sums, counted, timed, logged = {}, 0, 0, time.monotonic()
             if now - evaluated > settings.evaluate_every_s:
                 measured = evaluate()
                 self._measured = measured.length
@@ -249,16 +251,17 @@ class Trainer:
                 self._wanted.discard("export")
                 saved = time.monotonic()
 
-    def _line(self, means: dict[str, float], counted: int, since: float) -> str:
+    def _line(self, means: dict[str, float], timed: int, since: float) -> str:
+        """`timed`: how many steps were done since then."""
         seconds = max(1e-9, time.monotonic() - since)
-        tokens = counted * self.settings.batch_streams * self.length / seconds
+        tokens = timed * self.settings.batch_streams * self.length / seconds
         done = self.progress()
         left_s = self.elapsed_s * max(0.0, 1 - done) / done if done else 0.0
         held_out = "" if self._measured is None else f", held out {self._measured:.2f}"
         return (
             f"step {self.step:,} · loss {means['loss']:.3f} · simulated acceptance {means['length']:.2f}{held_out} "
             f"(first draft {means['first']:.0%}) · labels {means['known']:.0%} · norm {means['norm']:.2f} · "
-            f"{seconds / counted * 1e3:.1f} ms/step · {_thousands(tokens)} tokens/s · {_clock(left_s)} left"
+            f"{seconds / timed * 1e3:.1f} ms/step · {_thousands(tokens)} tokens/s · {_clock(left_s)} left"
         )
 
     def _synchronise(self) -> None:
