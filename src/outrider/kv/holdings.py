@@ -70,10 +70,10 @@ class Holdings:
         g, size, placement = seat.view.group, seat.view.page_tokens, seat.placement
         first = placement.first_page
         spare = self.pool.acquire(g, seat.num_fresh)
-        if None in placement.pages:
+        if placement.loads:
             filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
         else:
-            filled = placement.shared + spare
+            filled = placement.shared + spare  # only the last page can be one that is copied
         if self._observer:
             for offset, page in enumerate(placement.pages):
                 if page is not None:
