@@ -25,6 +25,9 @@ from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.registry import DrafterSettings, load_drafter
 
+PAGE_LAYOUT = "layer, key or value, head, slot"
+"""The order of a page's dimensions. Page sizes are not part of it: peers may differ in them."""
+
 Progress = Callable[[str, int, int], None]
 """(what is being done, done, total)"""
 
@@ -139,7 +142,7 @@ def _kv_config(
         limit = max(1, tokens - slack)
     return KVConfig(
         arena_pages=arena_pages(layout, tokens),
-        identity=CacheIdentity(weights=model.fingerprint, dtype=str(dtype), layout=f"page{config.block_size}"),
+        identity=CacheIdentity(weights=model.fingerprint, dtype=str(dtype), layout=PAGE_LAYOUT),
         prefix_caching=config.enable_prefix_caching,
         max_model_len=limit,
         step_tokens=config.max_num_batched_tokens,
