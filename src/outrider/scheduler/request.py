@@ -141,7 +141,8 @@ class Request:
 
     spec: RequestSpec
     id: str
-    """The spec's: every step asks for it."""
+    stop_tokens: frozenset[int]
+    """Both are the spec's: every step asks for them."""
     tokens: array[int]
     arrival: int
     kv: SequenceKV

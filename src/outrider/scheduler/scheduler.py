@@ -126,6 +126,7 @@ class Scheduler:
         request = Request(
             spec=spec,
             id=spec.id,
+            stop_tokens=spec.stop_tokens,
             tokens=tokens,
             arrival=arrival,
             kv=sequence,
@@ -312,7 +313,7 @@ class Scheduler:
                 num_drafts += 1
                 num_draft_tokens += drafts
                 num_accepted_tokens += len(tokens) - 1
-            if request.spec.stop_tokens or len(known) + len(tokens) >= request.max_total:
+            if request.stop_tokens or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
             known.extend(tokens)
             forks = verdict.fork_tokens.get(request_id, ()) if samples > 1 else ()
@@ -356,7 +357,7 @@ class Scheduler:
     def _cut_at_end(self, request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """The tokens up to the first stop token or the length limit, and what ended them."""
         finish = None
-        stop = request.spec.stop_tokens
+        stop = request.stop_tokens
         if stop:
             for place, token in enumerate(tokens):
                 if token in stop:
