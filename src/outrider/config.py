@@ -8,15 +8,15 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.kv.checked import checked_fields, whole_number
+from outrider.models.resolve import DEFAULT_MODEL
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SANITIZER_MODES = ("off", "log", "raise")
 SANITIZER_LEVELS = ("plan", "bytes")
 OPS = ("auto", "numba", "torch")
 
 
-def one_of(value: object, name: str, allowed: tuple[str, ...]) -> None:
+def _named(value: object, name: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
@@ -95,10 +95,10 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_threads"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, at_least=1)
-        one_of(self.dtype, "dtype", DTYPES)
-        one_of(self.sanitizer, "sanitizer", SANITIZER_MODES)
-        one_of(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
-        one_of(self.ops, "ops", OPS)
+        _named(self.dtype, "dtype", DTYPES)
+        _named(self.sanitizer, "sanitizer", SANITIZER_MODES)
+        _named(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
+        _named(self.ops, "ops", OPS)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a name or a path, got {self.model!r}")
         if not isinstance(self.gpu_memory_utilization, float) or not 0 < self.gpu_memory_utilization <= 1:

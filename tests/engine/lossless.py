@@ -9,10 +9,8 @@ import torch
 from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput
+from outrider.engine.ties import TIE_TOLERANCE
 from outrider.sampling import SamplingParams
-
-TIE = 1e-3
-"""Two logits closer than this may change places between two orders of summation."""
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -38,7 +36,7 @@ def assert_same_or_tied(
         (first, first_logprob), (second, second_logprob) = top[0].top
         gap = first_logprob - second_logprob
         assert {one[place], other[place]} == {first, second}, f"token {place}: the best two are {first} and {second}"
-        assert gap < TIE, f"token {place}: {first} and {second} are {gap} apart"
+        assert gap < TIE_TOLERANCE, f"token {place}: {first} and {second} are {gap} apart"
         ties += 1
     return ties
 
@@ -63,6 +61,6 @@ def assert_greedy_by_reference(model: torch.nn.Module, prompt: Sequence[int], ge
         best = int(row.argmax())
         if token != best:
             gap = float(row[best] - row[token])
-            assert gap < TIE, f"token {place} is {token}, the reference says {best}, {gap} apart"
+            assert gap < TIE_TOLERANCE, f"token {place} is {token}, the reference says {best}, {gap} apart"
             ties += 1
     return ties

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from tests.engine.lossless import assert_greedy_by_reference, assert_same_or_tied, tokens_of
 
 from outrider.api.llm import LLM
+from outrider.bench.reference import reference_model
 from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.models.load import LoadedModel, load_model
-from outrider.models.parameters import DenseMLP
 from outrider.sampling import SamplingParams
 
 TOKENS = 128
@@ -67,47 +67,9 @@ def model() -> LoadedModel:
 
 
 @cache
-def reference() -> torch.nn.Module:
+def reference() -> Any:
     """Transformers' own Llama around the very same tensors."""
-    loaded = model()
-    spec, parameters = loaded.spec, loaded.parameters
-    config = transformers.LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=len(spec.layers),
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        max_position_embeddings=spec.max_position,
-        rms_norm_eps=spec.norm_eps,
-        rope_theta=spec.layers[0].rope.theta,
-        tie_word_embeddings=True,
-    )
-    state = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
-    for number, layer in enumerate(parameters.layers):
-        name = f"model.layers.{number}"
-        query, key, value = layer.qkv.weight.split([spec.query_size, spec.kv_size, spec.kv_size])
-        assert isinstance(layer.mlp, DenseMLP)
-        gate, up = layer.mlp.gate_up.weight.chunk(2)
-        state |= {
-            f"{name}.self_attn.q_proj.weight": query,
-            f"{name}.self_attn.k_proj.weight": key,
-            f"{name}.self_attn.v_proj.weight": value,
-            f"{name}.self_attn.o_proj.weight": layer.out.weight,
-            f"{name}.mlp.gate_proj.weight": gate,
-            f"{name}.mlp.up_proj.weight": up,
-            f"{name}.mlp.down_proj.weight": layer.mlp.down.weight,
-            f"{name}.input_layernorm.weight": layer.input_norm,
-            f"{name}.post_attention_layernorm.weight": layer.mlp_norm,
-        }
-    with torch.device("meta"):
-        network = transformers.LlamaForCausalLM(config)
-    missing, unexpected = network.load_state_dict(state, strict=False, assign=True)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    network.tie_weights()
-    # Made on no device, so it has to be made again.
-    network.model.rotary_emb = type(network.model.rotary_emb)(config)
-    return network.eval()
+    return reference_model(model())
 
 
 def engine_for(speculative: SpeculativeConfig | None = None, **settings: object) -> LLM:

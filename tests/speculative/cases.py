@@ -18,13 +18,13 @@ from torch import Tensor
 
 from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
+from outrider.engine.ties import TIE_TOLERANCE
 from outrider.layers.ops import Ops
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.settings import DrafterSettings
 
-TIE = 1e-3
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -95,4 +95,4 @@ def furthest_from_reference(case: Case, target: LoadedModel, recorder: Recorder)
 
 def assert_as_reference(case: Case, target: LoadedModel, recorder: Recorder) -> None:
     furthest = furthest_from_reference(case, target, recorder)
-    assert furthest < TIE, f"a draft is {furthest} below the reference's best"
+    assert furthest < TIE_TOLERANCE, f"a draft is {furthest} below the reference's best"

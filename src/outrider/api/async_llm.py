@@ -11,9 +11,9 @@ from copy import copy
 from typing import Any
 
 from outrider.api.llm import LLM, Message, Prompt
-from outrider.config import DEFAULT_MODEL
 from outrider.engine.outputs import RequestOutput
 from outrider.errors import RequestError
+from outrider.models.resolve import DEFAULT_MODEL
 from outrider.sampling import SamplingParams
 
 logger = logging.getLogger("outrider")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
-from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.errors import RequestError
+from outrider.models.resolve import DEFAULT_MODEL
 from outrider.sampling import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -93,7 +93,15 @@ class Engine:
 
         Without `speculate` it decodes plainly: its drafter is fed, where it has KV, but proposes nothing.
         """
-        prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids, params)
+        prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids)
+        # Checks the settings against the vocabulary, so before anybody takes the request.
+        sampling = RequestSampling(
+            params,
+            vocab_size=self.model.spec.vocab_size,
+            device=self.runner.device,
+            prompt=prompt_token_ids,
+            eos_token_ids=self.model.eos_ids,
+        )
         room = self.max_model_len - len(prompt_token_ids)
         stop = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -110,13 +118,6 @@ class Engine:
             use_cache=params.prompt_logprobs is None,
         )
         self.scheduler.add(spec)
-        sampling = RequestSampling(
-            params,
-            vocab_size=self.model.spec.vocab_size,
-            device=self.runner.device,
-            prompt=prompt_token_ids,
-            eos_token_ids=self.model.eos_ids,
-        )
         samplings = (sampling, *(sampling.fork(number) for number in range(1, params.n)))
         self._live[request_id] = LiveRequest(
             output=RequestOutput(
@@ -149,7 +150,7 @@ class Engine:
             salt,
         )
 
-    def _checked_tokens(self, request_id: str, given: Sequence[int], params: SamplingParams) -> list[int]:
+    def _checked_tokens(self, request_id: str, given: Sequence[int]) -> list[int]:
         """The prompt as plain token ids of this model, or the reason why it is none."""
         if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Sequence):
             raise RequestError(
@@ -169,13 +170,6 @@ class Engine:
             raise RequestError(
                 f"request {request_id!r}: token id {bad} is not in the vocabulary of {vocabulary} tokens; "
                 "use this model's tokenizer"
-            )
-        named = [*(params.logit_bias or ()), *(params.allowed_token_ids or ()), *(params.stop_token_ids or ())]
-        bad = next((token for token in named if not 0 <= token < vocabulary), None)
-        if bad is not None:
-            raise RequestError(
-                f"request {request_id!r}: logit_bias, allowed_token_ids or stop_token_ids names token {bad}, which is "
-                f"not in the vocabulary of {vocabulary} tokens"
             )
         return tokens
 

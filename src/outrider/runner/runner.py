@@ -16,18 +16,16 @@ from outrider.layers.rows import Rows, Span
 from outrider.models.decoder import Decoder, Hidden, LayerKV
 from outrider.models.kv_groups import LayerGroups
 from outrider.runner.batch import Batcher
+from outrider.runner.logprobs import ROWS_AT_ONCE
 from outrider.runner.page_store import PageStore
 from outrider.runner.request import RunningRequest
 from outrider.runner.sampler import FAILED, Sampler, SampleRow, TokenLogprobs, token_logprobs
 from outrider.runner.tables import TableLines
-from outrider.runner.watch import StepWatch
 from outrider.sanitizer import Sanitizer
+from outrider.sanitizer.watch import StepWatch
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
 from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
 from outrider.speculative.verify import accept
-
-PROMPT_LOGPROB_ROWS = 64
-"""Logits of so many prompt rows are held at once."""
 
 
 class StepResult(NamedTuple):
@@ -204,8 +202,8 @@ class Runner:
         scores = result.prompt_logprobs.setdefault(request.id, [])
         count = request.prompt_logprobs
         stop = min(row.start + row.num_rows, request.prompt_len - 1)
-        for start in range(row.start, stop, PROMPT_LOGPROB_ROWS):
-            end = min(start + PROMPT_LOGPROB_ROWS, stop)
+        for start in range(row.start, stop, ROWS_AT_ONCE):
+            end = min(start + ROWS_AT_ONCE, stop)
             at = first + start - (row.start - row.tap_rows)
             logits = self._target.logits(hidden[at : at + end - start])
             following = request.tokens[start + 1 : end + 1].tolist()
@@ -268,10 +266,12 @@ class Runner:
                 wanted.append(ProposeRow(request, v, row.propose))
         if wanted:
             assert self._drafter is not None
-            for (_request, v, _k), drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
-                self.requests[_request.id].drafts = drafts
+            for row_wanted, drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
+                name = row_wanted.request.id
+                self.requests[name].drafts = drafts
                 if self._watch is not None and self._footprint.groups:
-                    self._watch.propose(_request.id, v, drafts)
+                    self._watch.propose_reads(name, row_wanted.v)
+                    self._watch.propose_writes(name, row_wanted.v, drafts)
         return tuple(len(self.requests[row.request].drafts) for row in step_rows)
 
     def _draw(self, logits: Tensor, rows: Sequence[DrawRow]) -> list[int]:
@@ -285,4 +285,4 @@ class Runner:
             logits = padded
         draws = [SampleRow(self.requests[row.request.id].sampling, row.position, row.before) for row in rows]
         # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.
-        return [max(token, 0) for token in self._sampler.sample(logits, draws).tokens]
+        return [max(token, 0) for token in self._sampler.sample(logits, draws, logprobs=False).tokens]

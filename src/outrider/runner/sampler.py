@@ -54,8 +54,8 @@ class Sampler:
         self.device = torch.device(device)
         self._draw = {"cpu": draw_compiled, "cuda": draw_fused}.get(self.device.type, draw)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-        """`logits` is float32 [rows, vocab] and is left as it is."""
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True) -> Sampled:
+        """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for."""
         assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
         if not rows:
             return Sampled(tokens=[], logprobs=[])
@@ -67,7 +67,10 @@ class Sampler:
             self._process(logits, rows, changed, tokens, failed)
         for i in failed:
             tokens[i] = FAILED
-        return Sampled(tokens=tokens, logprobs=_logprobs(logits, rows, tokens), failed=failed)
+        found: list[TokenLogprobs | None] = [None] * len(rows)
+        if logprobs:
+            found = _logprobs(logits, rows, tokens)
+        return Sampled(tokens=tokens, logprobs=found, failed=failed)
 
     def _process(
         self,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.pages import SINK
-from outrider.kv.plan import PageTables
 from outrider.kv.prefix import Media
 from outrider.sanitizer import Sanitizer
+from outrider.sanitizer.watch import StepWatch
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
 from outrider.sim.oracle import EMPTY_SLOT, Reference, chance, digest
 
@@ -49,8 +49,9 @@ class FakeDevice:
             slots[layout.arena_of[group]] = max(slots[layout.arena_of[group]], spec.page_tokens)
         for arena, count in enumerate(config.arena_pages):
             self.memory.append([[EMPTY_SLOT] * slots[arena] for _ in range(count)])
-        self.tables = PageTables(len(layout.groups))
         self._sanitizer = sanitizer
+        self._watch = StepWatch(layout, sanitizer)
+        self.tables = self._watch.tables
         self._acceptance = acceptance
         self._seed = seed
         self._on_stale_draft = on_stale_draft
@@ -70,10 +71,8 @@ class FakeDevice:
     # ---- one step ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> Verdict:
-        self._sanitizer.steps.begin(plan.step)
-        self.tables.apply(plan.kv)
+        self._watch.begin(plan)
         for copy in plan.kv.copies:
-            self._sanitizer.steps.copied(copy)
             memory = self.memory[self.layout.arena_of[copy.group]]
             memory[copy.destination][copy.first : copy.stop] = memory[copy.source][copy.first : copy.stop]
         tokens: list[tuple[int, ...]] = []
@@ -98,7 +97,7 @@ class FakeDevice:
         first, end = row.start - row.tap_rows, row.start + row.num_rows
         known = end - row.drafts
         tables = [self.tables.table(row.request, g) for g in layout.target_groups]
-        self._check_target_access(row, first, end, tables)
+        self._watch.target_rows(row)
         taps: dict[int, bytes] = {}
         sampled: list[int] = []
         others: tuple[int, ...] = ()
@@ -128,24 +127,13 @@ class FakeDevice:
                 )
         return tuple(sampled), taps, others
 
-    def _check_target_access(self, row: StepRow, first: int, end: int, tables: list[list[int]]) -> None:
-        for group in self.layout.target_groups:
-            start = self.layout.groups[group].kind.first_key(first)
-            # Below row.start everything is durable; from there on it is this step's own.
-            self._sanitizer.steps.read(
-                row.request, group, Interval(start, row.start), tables[group], scratch_from=row.start
-            )
-            self._sanitizer.steps.write(row.request, group, Interval(row.kept_from, end), tables[group], "target rows")
-
     def _take_over(self, row: StepRow, request: DeviceRequest, sampled: tuple[int, ...]) -> tuple[int, int]:
         """Append what was sampled; slots of accepted rows are durable now."""
         known = row.start + row.num_rows - row.drafts
         accepted = max(0, len(sampled) - 1)
         request.tokens.extend(sampled)
         v = known + accepted
-        for group in self.layout.target_groups:
-            table = self.tables.table(row.request, group)
-            self._sanitizer.steps.became_durable(row.request, group, Interval(row.start, v), table, keep=False)
+        self._watch.accepted(row, v)
         return v, accepted
 
     # ---- the drafter -------------------------------------------------------------------------------
@@ -160,20 +148,7 @@ class FakeDevice:
         if row.feed_to is not None:
             interval = Interval(interval.start, min(interval.end, row.feed_to))
         tables = {g: self.tables.table(row.request, g) for g in layout.draft_groups}
-        for group, table in tables.items():
-            self._sanitizer.steps.became_durable(row.request, group, kept, table, keep=True)
-            if footprint.feed_reads_kv:
-                start = max(self.tables.low(row.request, group), layout.groups[group].kind.first_key(interval.start))
-                self._sanitizer.steps.read(
-                    row.request, group, Interval(start, interval.start), table, scratch_from=interval.start
-                )
-            self._sanitizer.steps.fed(
-                row.request,
-                group,
-                interval,
-                table,
-                rows=Interval(row.start - row.tap_rows, row.start + row.num_rows),
-            )
+        self._watch.feed(row, kept, interval)
         for position in range(interval.start, interval.end):
             if footprint.rebuild:
                 own = self._draft_context(row.request, tables, position, position)
@@ -202,11 +177,7 @@ class FakeDevice:
         if footprint.groups:
             tables = {g: self.tables.table(row.request, g) for g in self.layout.draft_groups}
             durable_end = footprint.durable_end(v)
-            for group, table in tables.items():
-                first = max(self.tables.low(row.request, group), self.layout.groups[group].kind.first_key(v))
-                self._sanitizer.steps.read(
-                    row.request, group, Interval(first, durable_end), table, scratch_from=durable_end
-                )
+            self._watch.propose_reads(row.request, v)
             lows = [self.tables.low(row.request, g) for g in range(len(self.layout.groups))]
             seen = self._draft_context(row.request, tables, v, durable_end)
             right = seen == request.reference.draft_context(v, lows)
@@ -229,11 +200,7 @@ class FakeDevice:
     def _write_scratch(self, name: str, request: DeviceRequest, tables: dict[int, list[int]], v: int, k: int) -> None:
         footprint = self.layout.footprint
         scratch = footprint.scratch(v, k)
-        ids = None
-        if footprint.keeps_accepted:
-            ids = self._sanitizer.steps.draft_identities(name, scratch.start, request.drafts[: scratch.size])
-        for group, table in tables.items():
-            self._sanitizer.steps.write(name, group, scratch, table, "propose", ids=ids)
+        self._watch.propose_writes(name, v, request.drafts)
         for number, position in enumerate(range(scratch.start, scratch.end)):
             if footprint.rebuild:
                 own = self._draft_context(name, tables, position, position)

@@ -78,6 +78,22 @@ class DraftServices(NamedTuple):
     """Choose as the target would if these were its logits: the same processors, the same noise."""
 
 
+def draw_one_more(
+    services: DraftServices,
+    logits: Tensor,
+    rows: Sequence[ProposeRow],
+    drafts: Sequence[list[int]],
+    drafting: Sequence[int],
+) -> None:
+    """Add the next draft of each row that `drafting` numbers; `logits` has a line for each of them."""
+    draws = [
+        DrawRow(rows[number].request, rows[number].v + 1 + len(drafts[number]), tuple(drafts[number]))
+        for number in drafting
+    ]
+    for number, token in zip(drafting, services.draw(logits, draws), strict=True):
+        drafts[number].append(token)
+
+
 class Drafter(ABC):
     footprint: KVFootprint
     layer_groups: LayerGroups | None = None

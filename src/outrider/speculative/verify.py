@@ -19,8 +19,3 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
     while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
         accepted += 1
     return tuple(sampled[: accepted + 1])
-
-
-def verify(drafts: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """`accept` for each request of a step."""
-    return [accept(*pair) for pair in zip(drafts, sampled, strict=True)]

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.config import DEFAULT_MODEL, DTYPES, OPS, SANITIZER_LEVELS, SANITIZER_MODES, EngineConfig
+from outrider.config import DTYPES, OPS, SANITIZER_LEVELS, SANITIZER_MODES, EngineConfig
 from outrider.errors import ConfigError
+from outrider.models.resolve import DEFAULT_MODEL
 
 MODEL = "Model"
 ENGINE = "Engine"

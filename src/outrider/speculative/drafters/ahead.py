@@ -23,7 +23,7 @@ from outrider.models.kv_groups import LayerGroups, layer_groups
 from outrider.models.parameters import DecoderParameters, Linear
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
-from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
 from outrider.speculative.drafters.taps import tap_rows
 from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.footprints import DrafterShape, footprint_for
@@ -178,12 +178,7 @@ class OneLayerAhead(Drafter):
         hidden = torch.stack([self._fed[row.request.id] for row in rows])
         drafting = list(range(len(rows)))
         while True:
-            draws = [
-                DrawRow(rows[number].request, rows[number].v + 1 + len(drafts[number]), tuple(drafts[number]))
-                for number in drafting
-            ]
-            for number, token in zip(drafting, services.draw(self._logits(hidden), draws), strict=True):
-                drafts[number].append(token)
+            draw_one_more(services, self._logits(hidden), rows, drafts, drafting)
             going_on = [place for place, number in enumerate(drafting) if len(drafts[number]) < rows[number].k]
             if not going_on:
                 return drafts

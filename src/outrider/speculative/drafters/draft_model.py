@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.layers.rows import Span
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups
-from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
 from outrider.speculative.footprints import DrafterShape, footprint_for
 
 
@@ -70,12 +70,7 @@ class DraftModel(Drafter):
         hidden = torch.stack([self._fed[row.request.id] for row in rows])
         drafting = list(range(len(rows)))
         while drafting:
-            draws = [
-                DrawRow(rows[number].request, rows[number].v + 1 + len(drafts[number]), tuple(drafts[number]))
-                for number in drafting
-            ]
-            for number, token in zip(drafting, services.draw(self._decoder.logits(hidden), draws), strict=True):
-                drafts[number].append(token)
+            draw_one_more(services, self._decoder.logits(hidden), rows, drafts, drafting)
             drafting = [number for number in drafting if len(drafts[number]) < rows[number].k]
             if drafting:
                 spans = []

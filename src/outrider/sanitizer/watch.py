@@ -1,6 +1,7 @@
-"""Reports what a step reads and writes to the sanitizer, derived from the plan and the footprint alone.
+"""What a step reads and writes, told to the sanitizer from the plan and the footprint alone.
 
-What the model's kernels do is not seen here; level `bytes` of the sanitizer covers that.
+Whoever runs steps calls this, on real memory or simulated. What a kernel really does is not seen here; level
+`bytes` covers that.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVLayout
 from outrider.kv.plan import PageTables
-from outrider.sanitizer import Sanitizer
+from outrider.sanitizer.checks import Sanitizer
 from outrider.scheduler.plan import StepPlan, StepRow
 
 
@@ -18,18 +19,19 @@ class StepWatch:
     def __init__(self, layout: KVLayout, sanitizer: Sanitizer) -> None:
         self._layout = layout
         self._steps = sanitizer.steps
-        self._tables = PageTables(len(layout.groups))
+        self.tables = PageTables(len(layout.groups))
+        """Of its own, kept up to date by `begin`."""
 
     def begin(self, plan: StepPlan) -> None:
         self._steps.begin(plan.step)
-        self._tables.apply(plan.kv)
+        self.tables.apply(plan.kv)
         for copy in plan.kv.copies:
             self._steps.copied(copy)
 
     def target_rows(self, row: StepRow) -> None:
         first, end = row.start - row.tap_rows, row.start + row.num_rows
         for group in self._layout.target_groups:
-            table = self._tables.table(row.request, group)
+            table = self.tables.table(row.request, group)
             start = self._layout.groups[group].kind.first_key(first)
             # Below row.start everything is durable; from there on it is this step's own.
             self._steps.read(row.request, group, Interval(start, row.start), table, scratch_from=row.start)
@@ -38,32 +40,34 @@ class StepWatch:
     def accepted(self, row: StepRow, v: int) -> None:
         """Slots of accepted rows are durable now."""
         for group in self._layout.target_groups:
-            table = self._tables.table(row.request, group)
+            table = self.tables.table(row.request, group)
             self._steps.became_durable(row.request, group, Interval(row.start, v), table, keep=False)
 
     def feed(self, row: StepRow, kept: Interval, fed: Interval) -> None:
         layout, footprint = self._layout, self._layout.footprint
         rows = Interval(row.start - row.tap_rows, row.start + row.num_rows)
         for group in layout.draft_groups:
-            table = self._tables.table(row.request, group)
+            table = self.tables.table(row.request, group)
             self._steps.became_durable(row.request, group, kept, table, keep=True)
             if footprint.feed_reads_kv:
                 start = self._first_key(row.request, group, fed.start)
                 self._steps.read(row.request, group, Interval(start, fed.start), table, scratch_from=fed.start)
             self._steps.fed(row.request, group, fed, table, rows=rows)
 
-    def propose(self, request: str, v: int, drafts: Sequence[int]) -> None:
-        layout, footprint = self._layout, self._layout.footprint
-        durable_end = footprint.durable_end(v)
+    def propose_reads(self, request: str, v: int) -> None:
+        durable_end = self._layout.footprint.durable_end(v)
+        for group in self._layout.draft_groups:
+            interval = Interval(self._first_key(request, group, v), durable_end)
+            self._steps.read(request, group, interval, self.tables.table(request, group), scratch_from=durable_end)
+
+    def propose_writes(self, request: str, v: int, drafts: Sequence[int]) -> None:
+        footprint = self._layout.footprint
         scratch = footprint.scratch(v, len(drafts))
         ids = None
         if footprint.keeps_accepted:
             ids = self._steps.draft_identities(request, scratch.start, drafts[: scratch.size])
-        for group in layout.draft_groups:
-            table = self._tables.table(request, group)
-            start = self._first_key(request, group, v)
-            self._steps.read(request, group, Interval(start, durable_end), table, scratch_from=durable_end)
-            self._steps.write(request, group, scratch, table, "propose", ids=ids)
+        for group in self._layout.draft_groups:
+            self._steps.write(request, group, scratch, self.tables.table(request, group), "propose", ids=ids)
 
     def _first_key(self, request: str, group: int, query: int) -> int:
-        return max(self._tables.low(request, group), self._layout.groups[group].kind.first_key(query))
+        return max(self.tables.low(request, group), self._layout.groups[group].kind.first_key(query))
