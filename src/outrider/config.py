@@ -84,6 +84,8 @@ class EngineConfig:
     sanitizer: str = "off"
     sanitizer_level: str = "plan"
     """plan checks tables and intervals; bytes also checksums published pages and verifies them when they are hit."""
+    expand_weights: bool = False
+    """Write quantised weights out in memory although the CPU kernels can read them packed. Same results, slower."""
     num_threads: int | None = None
     """Threads of CPU kernels; None: one for each core this process may use."""
     ops: str = "auto"

@@ -63,12 +63,13 @@ QUESTIONS = (
 
 @cache
 def model() -> LoadedModel:
-    return load_model(DEFAULT_MODEL, dtype=torch.float32)
+    """As an engine loads it: packed."""
+    return load_model(DEFAULT_MODEL, dtype=torch.float32, packed=True)
 
 
 @cache
 def reference() -> Any:
-    """Transformers' own Llama around the very same tensors."""
+    """Transformers' own Llama with the very same weights, written out."""
     return reference_model(model())
 
 
@@ -103,6 +104,19 @@ def test_greedy_text_is_transformers_own() -> None:
     )
     assert sum(map(len, plain())) > 2_000
     assert ties <= 2
+
+
+def test_packed_weights_change_nothing() -> None:
+    """Not even a logprob."""
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=3)
+    packed = engine_for().generate(prompts()[:6], params)
+    config = EngineConfig(kv_cache_memory_bytes=1 << 28, expand_weights=True)
+    expanded_engine = build_engine(config)
+    assert isinstance(expanded_engine.model.parameters.head.weight, torch.Tensor)
+    expanded = LLM.over(expanded_engine).generate(prompts()[:6], params)
+    for one, other in zip(packed, expanded, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
 @pytest.mark.parametrize(

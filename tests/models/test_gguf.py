@@ -17,11 +17,14 @@ from tests.models.test_directories import check_parameters
 
 from outrider.errors import ModelError
 from outrider.models.load import load_model
+from outrider.models.packed import PackedMatrix
+from outrider.models.parameters import DecoderParameters, DenseMLP, plain, written_out
 from outrider.models.recipes import recipe_for
 from outrider.models.spec import RopeScaling
 from outrider.models.weights import open_checkpoint
 from outrider.models.weights.gguf import SUPPORTED, gguf_name, hf_name
 from outrider.models.weights.gguf_file import read_gguf
+from outrider.models.weights.gguf_packing import PACKINGS, pack_rows
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -82,11 +85,63 @@ def random_blocks(kind: Kind, rows: int, columns: int) -> np.ndarray:
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (rows * columns // block_elements, block_bytes), dtype=np.uint8)
-    scales = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}[kind]
+    scales = {Kind.Q4_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}.get(kind, (0,))
     for at in scales:
         scale = random.normal(size=(len(blocks), 1)).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8)
     return blocks.reshape(rows, -1)
+
+
+PACKABLE = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_0, Kind.Q8_0)
+
+
+@pytest.mark.parametrize("kind", PACKABLE, ids=lambda kind: kind.name)
+def test_packed_rows_stand_for_the_very_same_numbers(kind: Kind) -> None:
+    stored = random_blocks(kind, 7, 512)
+    packing = PACKINGS[kind]
+    data = torch.empty(7, 512 // 32 * packing.block_bytes, dtype=torch.uint8)
+    pack_rows(stored, kind, data)
+    packed = PackedMatrix(packing=packing, data=data)
+    assert packed.shape == (7, 512)
+    assert torch.equal(packed.expand(), torch.from_numpy(np.array(gguf.dequantize(stored, kind))))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["llama", "llama, tied"])
+def test_a_packed_model_is_the_model_written_out(kind: Kind, family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, intermediate_size=64)
+    tensors = quantised(gguf_tensors(model, interleaved=True), kind)
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", gguf_metadata(model, "llama"), tensors)
+    packed = load_model(str(path), dtype=torch.float32, packed=True).parameters
+    whole = load_model(str(path), dtype=torch.float32).parameters
+    assert isinstance(packed.embedding, PackedMatrix)
+    assert isinstance(packed.layers[0].qkv.weight, PackedMatrix)
+    assert (packed.head.weight is packed.embedding) == (family == "llama, tied")
+    for one, other in zip(matrices(written_out(packed)), matrices(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def matrices(parameters: DecoderParameters) -> list[torch.Tensor]:
+    found = [parameters.embedding, parameters.head.weight, parameters.final_norm]
+    for layer in parameters.layers:
+        assert isinstance(layer.mlp, DenseMLP)
+        found += [layer.qkv.weight, layer.out.weight, layer.mlp.gate_up.weight, layer.mlp.down.weight, layer.mlp_norm]
+    return [plain(matrix) for matrix in found]
+
+
+def test_a_matrix_of_differently_stored_parts_is_written_out(tmp_path: Path) -> None:
+    """As in files that keep more bits of some tensors: values in Q5_1 beside queries and keys in Q4_1."""
+    model = tiny_model("llama", intermediate_size=64)
+    tensors = quantised(gguf_tensors(model, interleaved=True), Kind.Q4_1)
+    finer = quantised(gguf_tensors(model, interleaved=True), Kind.Q5_1)
+    tensors |= {name: tensor for name, tensor in finer.items() if "attn_v" in name}
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", gguf_metadata(model, "llama"), tensors)
+    packed = load_model(str(path), dtype=torch.float32, packed=True).parameters
+    whole = load_model(str(path), dtype=torch.float32).parameters
+    for one, other in zip(packed.layers, whole.layers, strict=True):
+        assert isinstance(one.qkv.weight, torch.Tensor)
+        assert torch.equal(one.qkv.weight, other.qkv.weight)
+        assert isinstance(one.out.weight, PackedMatrix)
 
 
 def q4_k(block: bytes) -> list[float]:

@@ -1,4 +1,4 @@
-"""The same model in Transformers, made in memory from tensors that are loaded already and shares them."""
+"""The same model in Transformers, made in memory from a model that is loaded already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.load import LoadedModel
-from outrider.models.parameters import DecoderParameters, DenseMLP
+from outrider.models.parameters import DecoderParameters, DenseMLP, plain, written_out
 from outrider.models.spec import Activation, DecoderSpec, RopeScaling
 
 
@@ -38,7 +38,7 @@ def why_no_reference(spec: DecoderSpec) -> str | None:
 
 
 def reference_model(model: LoadedModel) -> Any:
-    """A LlamaForCausalLM with this model's weights. Nothing is copied."""
+    """A LlamaForCausalLM with this model's weights: the same tensors, or what packed ones stand for."""
     assert why_no_reference(model.spec) is None
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -63,7 +63,7 @@ def reference_model(model: LoadedModel) -> Any:
     )
     with torch.device("meta"):
         reference = llama(config)
-    reference.load_state_dict(_state(spec, model.parameters), assign=True, strict=True)
+    reference.load_state_dict(_state(spec, written_out(model.parameters)), assign=True, strict=True)
     # Its tables are no weights, so they are still on the meta device.
     reference.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(model.parameters.embedding.device)
     return reference.eval().requires_grad_(False)
@@ -71,24 +71,24 @@ def reference_model(model: LoadedModel) -> Any:
 
 def _state(spec: DecoderSpec, parameters: DecoderParameters) -> dict[str, Tensor]:
     state = {
-        "model.embed_tokens.weight": parameters.embedding,
+        "model.embed_tokens.weight": plain(parameters.embedding),
         "model.norm.weight": parameters.final_norm,
-        "lm_head.weight": parameters.head.weight,
+        "lm_head.weight": plain(parameters.head.weight),
     }
     for number, layer in enumerate(parameters.layers):
         assert isinstance(layer.mlp, DenseMLP)
-        query, key, value = layer.qkv.weight.split([spec.query_size, spec.kv_size, spec.kv_size])
-        gate, up = layer.mlp.gate_up.weight.chunk(2)
+        query, key, value = plain(layer.qkv.weight).split([spec.query_size, spec.kv_size, spec.kv_size])
+        gate, up = plain(layer.mlp.gate_up.weight).chunk(2)
         tensors = {
             "input_layernorm": layer.input_norm,
             "self_attn.q_proj": query,
             "self_attn.k_proj": key,
             "self_attn.v_proj": value,
-            "self_attn.o_proj": layer.out.weight,
+            "self_attn.o_proj": plain(layer.out.weight),
             "post_attention_layernorm": layer.mlp_norm,
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
-            "mlp.down_proj": layer.mlp.down.weight,
+            "mlp.down_proj": plain(layer.mlp.down.weight),
         }
         state |= {f"model.layers.{number}.{name}.weight": tensor for name, tensor in tensors.items()}
     return state

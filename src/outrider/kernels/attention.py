@@ -38,6 +38,7 @@ from outrider.kernels.rotate import (
     VALUE_PAGE,
     VALUE_TOKEN,
     VALUES,
+    step_word,
 )
 from outrider.kernels.softmax import exponential, weights_of_scores
 from outrider.kernels.tiles import dot_tile, mix_tile
@@ -152,7 +153,7 @@ def _mixture(weights, share, dim, values, count, out, out_stride):
 def _list_addresses(job, line, kv_head, first, stop, keys, values):
     """Where the keys and values of positions [first, stop) lie. Kernels then know nothing of pages."""
     page_tokens = word(job, PAGE_TOKENS)
-    table = word(job, TABLES) + line * word(job, TABLE_STRIDE)
+    table = step_word(job, TABLES) + line * step_word(job, TABLE_STRIDE)
     key_base = word(job, KEYS) + kv_head * word(job, KEY_HEAD)
     value_base = word(job, VALUES) + kv_head * word(job, VALUE_HEAD)
     key_step, value_step = word(job, KEY_TOKEN), word(job, VALUE_TOKEN)
@@ -228,8 +229,8 @@ def _end(job, row, kv_head, running, share, stride):
 
 @njit(**OPTIONS)
 def _range_of(job, row):
-    first = np.int64(load_i32(word(job, FIRST_KEY) + 4 * row))
-    stop = np.int64(load_i32(word(job, STOP_KEY) + 4 * row))
+    first = np.int64(load_i32(step_word(job, FIRST_KEY) + 4 * row))
+    stop = np.int64(load_i32(step_word(job, STOP_KEY) + 4 * row))
     return first, max(first, stop)
 
 
@@ -244,7 +245,7 @@ def _attend_tile(job, chunk, scratch):
     scores = values + 8 * BLOCK
     part = scores + share * 4 * BLOCK
     running = part + share * stride
-    line = np.int64(load_i32(word(job, SEQUENCE) + 4 * first_row))
+    line = np.int64(load_i32(step_word(job, SEQUENCE) + 4 * first_row))
     low, high = _range_of(job, first_row)
     for number in range(rows):
         _begin(running + number * share * stride, share, stride)
@@ -280,7 +281,7 @@ def _attend_part(job, chunk, scratch):
     begin = (first // BLOCK + block) * BLOCK
     first, stop = max(first, begin), min(stop, begin + BLOCK)
     if first < stop:
-        line = np.int64(load_i32(word(job, SEQUENCE) + 4 * row))
+        line = np.int64(load_i32(step_word(job, SEQUENCE) + 4 * row))
         _list_addresses(job, line, kv_head, first, stop, keys, values)
         part = word(job, PARTS) + chunk * share * stride
         _block_result(job, row, kv_head, keys, values, stop - first, True, scores, part)
@@ -330,7 +331,7 @@ ATTEND = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
 def _blocks_of_rows(job):
     """The most blocks that any row reads."""
     most = 1
-    for row in range(word(job, ROWS)):
+    for row in range(step_word(job, ROWS)):
         first, stop = _range_of(job, row)
         if first < stop:
             most = max(most, (stop - 1) // BLOCK - first // BLOCK + 1)
@@ -340,7 +341,7 @@ def _blocks_of_rows(job):
 @njit(**OPTIONS)
 def plan_attend(job, threads, parts_max):
     """Share out whole tiles where there are enough of them, else blocks, if there is room to keep their results."""
-    rows, kv_heads = word(job, ROWS), word(job, KV_HEADS)
+    rows, kv_heads = step_word(job, ROWS), word(job, KV_HEADS)
     blocks = _blocks_of_rows(job)
     chunks = rows * kv_heads * blocks
     if blocks > 1 and threads > 1 and rows * kv_heads < 8 * threads and chunks <= parts_max:
@@ -352,11 +353,11 @@ def plan_attend(job, threads, parts_max):
     plan, tiles = word(job, PLAN), 0
     row = 0
     while row < rows:
-        line = load_i32(word(job, SEQUENCE) + 4 * row)
+        line = load_i32(step_word(job, SEQUENCE) + 4 * row)
         low, high = _range_of(job, row)
         count = 1
         while row + count < rows and count < rows_max:
-            if load_i32(word(job, SEQUENCE) + 4 * (row + count)) != line:
+            if load_i32(step_word(job, SEQUENCE) + 4 * (row + count)) != line:
                 break
             first, stop = _range_of(job, row + count)
             if first > high or stop < low:  # pages between the two ranges may be gone
@@ -377,5 +378,5 @@ def plan_merge(job):
     if word(job, MODE) != _PART:
         return False
     set_word(job, MODE, _MERGE)
-    set_word(job, CHUNKS, word(job, ROWS))
+    set_word(job, CHUNKS, step_word(job, ROWS))
     return True

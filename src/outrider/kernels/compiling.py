@@ -15,20 +15,22 @@ from typing import Any, cast
 
 from numba import cfunc, njit
 
-from outrider.kernels.vector import BFLOAT16, FLOAT16, FLOAT32
+from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 UNBOUND: Any = None
 """Stands for a name that `specialised` binds."""
-ITEMS = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16"}
+ITEMS = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16", FOUR_BITS: "four_bits", EIGHT_BITS: "eight_bits"}
 _SOURCES = (
     "activations",
     "attention",
     "compiling",
+    "gather",
     "jobs",
     "linear",
     "memory",
     "norm",
+    "packed",
     "pool",
     "rotate",
     "softmax",

@@ -1,19 +1,20 @@
 """x Wᵀ with what follows it: bias, residual, gated activation.
 
-Weights are read once from memory: a thread takes a strip of weight rows and runs all rows of x over it, a few weight
-rows at a time while few rows of x share the cache with them, or a few rows of x at a time where there are many.
+Weights are read once from memory: a thread takes a strip of weight rows and runs all rows of x over it. Weights that
+are not float32 become so in registers where one tile holds all rows of x, else once for all rows, a few weight rows
+at a time, in the nearest cache.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from numba import njit
 
 from outrider.kernels.activations import NONE, gate
 from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.kernels.jobs import CHUNKS, OWN, set_word, word
+from outrider.kernels.packed import BLOCK, BLOCK_BYTES, PACKED, block_unpacker, packed_tile
 from outrider.kernels.tiles import COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, ROWS, dot_tile
 from outrider.kernels.vector import (
     BFLOAT16,
@@ -33,21 +34,23 @@ from outrider.kernels.vector import (
 
 _X_CACHE_BYTES = 288 << 10
 _SUMS_BYTES = 128 << 10
-_WIDE_BYTES = 640 << 10
 _WIDTH_MAX = 256
 _WIDTH_STEP = math.lcm(COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO)
-_NARROW_ROWS = 3 * ROWS
 _TILES = ("_one", "_two", "_three", "_four", "_five", "_six")
 
+# Weight rows of a tile by its rows of x: as many as the registers hold.
+_FLOAT_COLUMNS = (COLUMNS_OF_ONE, COLUMNS_OF_TWO, *[COLUMNS] * (ROWS - 2))
+_PACKED_COLUMNS = (6, 4, 6, 4, 4, 3) if LANES == 16 else (6, 4, 3, 3, 2, 2)
+
 # Bound anew for each way of storing weights.
-_item = FLOAT32
-_one = _two = _three = _four = _five = _six = _thin = UNBOUND
-_few = _many = _rest = _load_narrow = _widen_rows = _sums_of_float32 = _sums_of_narrow = UNBOUND
+_item, _block_bytes, _columns = FLOAT32, 0, _FLOAT_COLUMNS
+_one = _two = _three = _four = _five = _six = _thin = _unpack = UNBOUND
+_few = _many = _rest = _load_narrow = _widen_rows = _sums_of = UNBOUND
 
 
 def scratch_bytes(k: int) -> int:
-    """What a thread needs: sums of a block of rows with a strip of weights, and widened weights."""
-    return _SUMS_BYTES + max(_WIDE_BYTES, 2 * _WIDTH_STEP * k * 4) + 64
+    """What a thread needs: sums of a block of rows with a strip of weights, and the weights of a tile."""
+    return _SUMS_BYTES + COLUMNS * k * 4 + 64
 
 
 @njit(**OPTIONS)
@@ -57,9 +60,9 @@ def _rows_per_block(m, k):
 
 
 def _few_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
-    """Products of up to ROWS rows with n weight rows. Memory is all that counts here: a tile takes its weight rows
+    """Products of the rows of one tile with n weight rows. Memory is all that counts here: a tile takes its weight rows
     from all over the strip, so that the processor sees that many streams and runs ahead on each of them."""
-    columns = COLUMNS_OF_ONE if m == 1 else COLUMNS_OF_TWO if m == 2 else COLUMNS
+    columns = _columns[m - 1]
     streams = n // columns
     w_step, o_step = streams * w_stride, streams * 4
     for at in range(streams):
@@ -79,28 +82,31 @@ def _few_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
     _rest(x, x_stride, m, weights, w_stride, streams * columns, n, k, out, out_stride)
 
 
-def _many_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
+def _many_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride, wide):
     """Products of more rows than a tile has: several passes over each weight tile, which together bring the next one
-    into the cache. So memory is busy all the time, and never flooded."""
+    into the cache. So memory is busy all the time, and never flooded. `wide`: where a tile is written out."""
     last = n - n % COLUMNS
     passes = (m + ROWS - 1) // ROWS
     step = max(1, w_stride // (passes * max(1, k // LANES)))
     share = step * (k // LANES) * COLUMNS
     for column in range(0, last, COLUMNS):
-        w = weights + column * w_stride
+        w, w_step = weights + column * w_stride, w_stride
         x_at, o, ahead, left = x, out + column * 4, w + COLUMNS * w_stride, m
+        if _item != FLOAT32:
+            _widen_rows(w, w_stride, COLUMNS, k, wide, 4 * k)
+            w, w_step = wide, 4 * k
         for number in range(passes, 0, -1):
             rows = (left + number - 1) // number  # nearly the same in all passes: never fewer than half a tile
             if rows == 2:
-                _two(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+                _two(x_at, x_stride, w, w_step, k, o, out_stride, ahead, step)
             elif rows == 3:
-                _three(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+                _three(x_at, x_stride, w, w_step, k, o, out_stride, ahead, step)
             elif rows == 4:
-                _four(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+                _four(x_at, x_stride, w, w_step, k, o, out_stride, ahead, step)
             elif rows == 5:
-                _five(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+                _five(x_at, x_stride, w, w_step, k, o, out_stride, ahead, step)
             else:
-                _six(x_at, x_stride, w, w_stride, k, o, out_stride, ahead, step)
+                _six(x_at, x_stride, w, w_step, k, o, out_stride, ahead, step)
             x_at, o, ahead, left = x_at + rows * x_stride, o + rows * out_stride, ahead + share, left - rows
     _rest(x, x_stride, m, weights, w_stride, last, n, k, out, out_stride)
 
@@ -113,23 +119,11 @@ def _rest_sums(x, x_stride, m, weights, w_stride, first, n, k, out, out_stride):
             _thin(x_at, x_stride, weights + column * w_stride, w_stride, k, o, out_stride, 0, 0)
 
 
-def _sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
-    if m <= ROWS:
+def _sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride, wide):
+    if m <= len(_columns):
         _few(x, x_stride, m, weights, w_stride, n, k, out, out_stride)
     else:
-        _many(x, x_stride, m, weights, w_stride, n, k, out, out_stride)
-
-
-def _sums_for(item: int) -> Any:
-    rest = part(_rest_sums, item, _thin=dot_tile(1, 1, item))
-    # Tiles of more rows than fit the registers are never reached: a full one stands in for them.
-    sizes = {name: min(rows, ROWS) for rows, name in enumerate(_TILES, 1)}
-    single = {name: dot_tile(rows, COLUMNS, item, spread=True) for name, rows in sizes.items()}
-    single["_one"] = dot_tile(1, COLUMNS_OF_ONE, item, spread=True)
-    single["_two"] = dot_tile(2, COLUMNS_OF_TWO, item, spread=True)
-    few = part(_few_sums, item, _rest=rest, **single)
-    passes = {name: dot_tile(max(rows, ROWS // 2), COLUMNS, item, ahead=True) for name, rows in sizes.items()}
-    return part(_sums, item, _few=few, _many=part(_many_sums, item, _rest=rest, **passes))
+        _many(x, x_stride, m, weights, w_stride, n, k, out, out_stride, wide)
 
 
 def _widen(weights, w_stride, n, k, out, out_stride):
@@ -138,6 +132,14 @@ def _widen(weights, w_stride, n, k, out, out_stride):
         w, o = weights + row * w_stride, out + row * out_stride
         for at in range(0, k, LANES):
             store_part(o + 4 * at, _load_narrow(w + 2 * at, k - at), k - at)
+
+
+def _unpack_rows(weights, w_stride, n, k, out, out_stride):
+    """Packed rows to float32 rows."""
+    for row in range(n):
+        w, o = weights + row * w_stride, out + row * out_stride
+        for block in range(k // BLOCK):
+            _unpack(w + block * _block_bytes, o + block * (4 * BLOCK))
 
 
 @njit(**OPTIONS)
@@ -177,38 +179,38 @@ def linear(job, chunk, sums):
     weights = word(job, WEIGHTS) + first * w_stride
     ups = weights + n * w_stride
     block = _rows_per_block(m, k)
-    widened = _item != FLOAT32 and m > _NARROW_ROWS
-    if widened:
-        # Once for all rows instead of once per tile.
-        wide = sums + _SUMS_BYTES
-        _widen_rows(weights, w_stride, columns, k, wide, 4 * k)
-        if gated:
-            _widen_rows(ups, w_stride, columns, k, wide + columns * 4 * k, 4 * k)
-        weights, ups, w_stride = wide, wide + columns * 4 * k, 4 * k
+    wide = sums + _SUMS_BYTES
     for row in range(0, m, block):
         rows = min(block, m - row)
         x, up_sums = word(job, X) + row * x_stride, sums + rows * stride
-        if _item == FLOAT32 or widened:
-            _sums_of_float32(x, x_stride, rows, weights, w_stride, columns, k, sums, stride)
-            if gated:
-                _sums_of_float32(x, x_stride, rows, ups, w_stride, columns, k, up_sums, stride)
-        else:
-            _sums_of_narrow(x, x_stride, rows, weights, w_stride, columns, k, sums, stride)
-            if gated:
-                _sums_of_narrow(x, x_stride, rows, ups, w_stride, columns, k, up_sums, stride)
+        _sums_of(x, x_stride, rows, weights, w_stride, columns, k, sums, stride, wide)
+        if gated:
+            _sums_of(x, x_stride, rows, ups, w_stride, columns, k, up_sums, stride, wide)
         _finish(job, row, rows, first, columns, sums, stride)
 
 
 def _kernel(item: int) -> Kernel:
-    names = {"_item": item, "_sums_of_float32": _SUMS_OF_FLOAT32, "_sums_of_narrow": _SUMS_OF_FLOAT32}
-    names["_widen_rows"] = part(_widen, item, _load_narrow=part_loader(item))
-    if item != FLOAT32:
-        names["_sums_of_narrow"] = _sums_for(item)
-    return Kernel(linear, item, **names)
+    packed = item in PACKED
+    columns, tile = (_PACKED_COLUMNS, packed_tile) if packed else (_FLOAT_COLUMNS, dot_tile)
+    rest = part(_rest_sums, item, _thin=tile(1, 1, item))
+    # Tiles of more rows than fit the registers are never reached: the largest stands in for them.
+    single = {
+        name: tile(rows, columns[rows - 1], item, spread=True)
+        for name, rows in ((name, min(rows, len(columns))) for rows, name in enumerate(_TILES, 1))
+    }
+    few = part(_few_sums, item, _rest=rest, _columns=columns, **single)
+    if packed:
+        widen = part(_unpack_rows, item, _unpack=block_unpacker(item), _block_bytes=BLOCK_BYTES[item])
+    else:
+        widen = part(_widen, item, _load_narrow=part_loader(item))
+    passes = {
+        name: dot_tile(min(max(rows, ROWS // 2), ROWS), COLUMNS, ahead=True) for rows, name in enumerate(_TILES, 1)
+    }
+    many = part(_many_sums, item, _item=item, _rest=rest, _widen_rows=widen, **passes)
+    return Kernel(linear, item, _sums_of=part(_sums, item, _few=few, _many=many, _columns=columns))
 
 
-_SUMS_OF_FLOAT32 = _sums_for(FLOAT32)
-LINEAR = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
+LINEAR = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16, *PACKED)}
 
 
 @njit(**OPTIONS)
@@ -217,7 +219,7 @@ def plan_linear(job, threads):
     m, n, k = word(job, M), word(job, N), word(job, K)
     both = 2 if word(job, ACTIVATION) != NONE else 1
     width = (n + 8 * threads - 1) // (8 * threads) + _WIDTH_STEP // 2
-    width = min(width, _WIDTH_MAX, _WIDE_BYTES // (4 * k * both), _SUMS_BYTES // (4 * both * _rows_per_block(m, k)))
+    width = min(width, _WIDTH_MAX, _SUMS_BYTES // (4 * both * _rows_per_block(m, k)))
     width = max(1, width // _WIDTH_STEP) * _WIDTH_STEP
     set_word(job, WIDTH, width)
     set_word(job, CHUNKS, (n + width - 1) // width)

@@ -28,7 +28,8 @@ from outrider.kernels.memory import (
     store_i64,
 )
 from outrider.kernels.norm import plan_norm
-from outrider.kernels.rotate import ATTEND_KERNEL, plan_rotate
+from outrider.kernels.rotate import ATTEND_KERNEL, ROTATE_KERNEL, plan_rotate
+from outrider.kernels.vector import LANES, load_part, store_part
 
 # Words of the pool, a cache line apart.
 TICKET, JOB, LIMIT, DONE, ASLEEP, WAITING, BUSY, STOP, THREADS = (64 * line for line in range(9))
@@ -39,9 +40,14 @@ POOL_BYTES = 64 * 9
 _CLOSED = 0x7FFFFFFF
 _SPINS = 1500  # of `pause`, some 40 ns each
 
-RUN_NORM, RUN_LINEAR, RUN_ATTEND = range(3)
-"""What a caller can ask for. RUN_LINEAR: its parameter is the job of a norm to begin with, or 0. RUN_ATTEND: its
-parameter says for how many blocks there is room for parts."""
+RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_ATTEND, RUN_COPY, RUN_PROGRAM = range(6)
+"""What a caller can ask for. RUN_PLAIN: a job whose chunks are counted already. RUN_LINEAR: its parameter is the job
+of a norm to begin with, or 0. RUN_ATTEND: its parameter says for how many blocks there is room for parts. RUN_COPY:
+instead of a job, the address of float32 numbers; its parameter is where they go. RUN_PROGRAM: instead of a job, the
+address of a list of these; its parameter is how many there are."""
+WHAT, JOB_OR_SOURCE, PARAMETER, COUNT = range(4)
+"""Words of one thing in a program. COUNT: of numbers to copy."""
+PROGRAM_WORDS = 4
 
 
 @njit(**OPTIONS)
@@ -117,11 +123,17 @@ def _share_out(pool, job, shared):
 
 
 @njit(**OPTIONS)
-def _run(pool, job, what, parameter):
+def _copy(source, target, count):
+    for at in range(0, count, LANES):
+        store_part(target + 4 * at, load_part(source + 4 * at, count - at), count - at)
+
+
+@njit(**OPTIONS)
+def _perform(pool, job, what, parameter, count, shared):
     threads = atomic_load(pool + THREADS)
-    # A caller who finds the pool in use works alone.
-    shared = threads > 1 and atomic_claim(pool + BUSY, 0, 1)
-    if what == RUN_NORM:
+    if what == RUN_PLAIN:
+        _share_out(pool, job, shared)
+    elif what == RUN_NORM:
         plan_norm(job)
         _share_out(pool, job, shared)
     elif what == RUN_LINEAR:
@@ -131,6 +143,7 @@ def _run(pool, job, what, parameter):
         plan_linear(job, threads)
         _share_out(pool, job, shared)
     elif what == RUN_ATTEND:
+        set_word(job, KERNEL, word(job, ROTATE_KERNEL))
         plan_rotate(job)
         _share_out(pool, job, shared)
         set_word(job, KERNEL, word(job, ATTEND_KERNEL))
@@ -138,6 +151,27 @@ def _run(pool, job, what, parameter):
         _share_out(pool, job, shared)
         if plan_merge(job):
             _share_out(pool, job, False)
+    elif what == RUN_COPY:
+        _copy(job, parameter, count)
+
+
+@njit(**OPTIONS)
+def _run(pool, job, what, parameter):
+    # A caller who finds the pool in use works alone.
+    shared = atomic_load(pool + THREADS) > 1 and atomic_claim(pool + BUSY, 0, 1)
+    if what == RUN_PROGRAM:
+        for number in range(parameter):
+            entry = job + 8 * PROGRAM_WORDS * number
+            _perform(
+                pool,
+                word(entry, JOB_OR_SOURCE),
+                word(entry, WHAT),
+                word(entry, PARAMETER),
+                word(entry, COUNT),
+                shared,
+            )
+    else:
+        _perform(pool, job, what, parameter, 0, shared)
     if shared:
         atomic_swap(pool + BUSY, 0)
 

@@ -38,18 +38,25 @@ from outrider.kernels.vector import (
     SINKS,
 ) = range(OWN, OWN + 11)
 """The layer's. SCALE, NORM_EPS and SOFTCAP hold float32; 0 is no softcap, and no norm or sinks at address 0."""
-(ROWS, POSITIONS, SLOTS, SEQUENCE, TABLES, TABLE_STRIDE, FIRST_KEY, STOP_KEY) = range(OWN + 11, OWN + 19)
-"""The step's; TABLE_STRIDE in bytes."""
-(QKV, QKV_STRIDE, QUERIES, OUT, OUT_STRIDE, ATTEND_KERNEL, KEYS, VALUES, PAGE_TOKENS) = range(OWN + 19, OWN + 28)
-"""QUERIES: scratch for all rows' queries, rotated and scaled. ATTEND_KERNEL: the kernel that follows."""
-(KEY_PAGE, KEY_HEAD, KEY_TOKEN, VALUE_PAGE, VALUE_HEAD, VALUE_TOKEN) = range(OWN + 28, OWN + 34)
+(STEP, QKV, QKV_STRIDE, QUERIES, OUT, OUT_STRIDE) = range(OWN + 11, OWN + 17)
+"""STEP: address of what changes from step to step. QUERIES: scratch for all rows' queries, rotated and scaled."""
+(ROTATE_KERNEL, ATTEND_KERNEL, KEYS, VALUES, PAGE_TOKENS) = range(OWN + 17, OWN + 22)
+"""The kernels run one after the other on one job."""
+(KEY_PAGE, KEY_HEAD, KEY_TOKEN, VALUE_PAGE, VALUE_HEAD, VALUE_TOKEN) = range(OWN + 22, OWN + 28)
 """Strides in bytes."""
-NEXT = OWN + 34
+NEXT = OWN + 28
+(ROWS, POSITIONS, SLOTS, SEQUENCE, TABLES, TABLE_STRIDE, FIRST_KEY, STOP_KEY) = range(8)
+"""Words of the step: shared by all layers of a group, so that a job can be written once and run in every step."""
 ROWS_PER_CHUNK = 4
 
 # Bound anew for each way of storing keys and values.
 _item_bytes = 4
 _store_narrow = _put_item = _rotate_one = UNBOUND
+
+
+@njit(inline="always")
+def step_word(job, number):
+    return load_i64(load_i64(job + 8 * STEP) + 8 * number)
 
 
 def _put(source, count, target):
@@ -78,7 +85,7 @@ def _rotate_row(job, row, scratch):
     rotary_dim, page_tokens = word(job, ROTARY_DIM), word(job, PAGE_TOKENS)
     q_norm, k_norm, eps = word(job, Q_NORM), word(job, K_NORM), load_f32(job + 8 * NORM_EPS)
     scale, one = load_f32(job + 8 * SCALE), np.float32(1.0)
-    table = word(job, ROTARY) + load_i64(word(job, POSITIONS) + 8 * row) * rotary_dim * 4
+    table = word(job, ROTARY) + load_i64(step_word(job, POSITIONS) + 8 * row) * rotary_dim * 4
     source = word(job, QKV) + row * word(job, QKV_STRIDE)
     out = word(job, QUERIES) + row * heads * dim * 4
     for _ in range(heads):
@@ -89,7 +96,7 @@ def _rotate_row(job, row, scratch):
             _rotate_head(source, dim, table, rotary_dim, scale, out)
         source += dim * 4
         out += dim * 4
-    slot = load_i64(word(job, SLOTS) + 8 * row)
+    slot = load_i64(step_word(job, SLOTS) + 8 * row)
     page, offset = slot // page_tokens, slot % page_tokens
     target = word(job, KEYS) + page * word(job, KEY_PAGE) + offset * word(job, KEY_TOKEN)
     for head in range(kv_heads):
@@ -108,7 +115,7 @@ def _rotate_row(job, row, scratch):
 
 def rotate(job, chunk, scratch):
     first = chunk * ROWS_PER_CHUNK
-    for row in range(first, min(first + ROWS_PER_CHUNK, word(job, ROWS))):
+    for row in range(first, min(first + ROWS_PER_CHUNK, step_word(job, ROWS))):
         _rotate_one(job, row, scratch)
 
 
@@ -122,4 +129,4 @@ ROTATE = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
 
 @njit(**OPTIONS)
 def plan_rotate(job):
-    set_word(job, CHUNKS, (word(job, ROWS) + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
+    set_word(job, CHUNKS, (step_word(job, ROWS) + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)

@@ -37,7 +37,7 @@ COLUMNS_OF_ONE, COLUMNS_OF_TWO = (8, 8) if LANES == 16 else (6, 4)
 """Of tiles of one and of two rows."""
 
 
-class _Loop:
+class Loop:
     """for at in range(first, stop, step), carrying vectors; call `close` with their next values."""
 
     def __init__(self, builder: Builder, first: Builder, stop: Builder, step: int, carried: list[Builder]) -> None:
@@ -72,7 +72,7 @@ class _Loop:
         return results
 
 
-def _offset(builder: Builder, base: Builder, stride: Builder, count: int) -> Builder:
+def line_of(builder: Builder, base: Builder, stride: Builder, count: int) -> Builder:
     return base if count == 0 else builder.add(base, builder.mul(stride, I64(count)))
 
 
@@ -109,21 +109,21 @@ def dot_tile(
 
     def emit(builder: Builder, args: list[Builder]) -> None:
         x, x_stride, weights, weight_stride, length, out, out_stride, extra, step = args
-        xs = [_offset(builder, x, x_stride, row) for row in range(rows)]
+        xs = [line_of(builder, x, x_stride, row) for row in range(rows)]
         if listed:
             base = pointer(builder, weights, I64)
             ws = [builder.load(builder.gep(base, [I64(column)], source_etype=I64)) for column in range(columns)]
         else:
-            ws = [_offset(builder, weights, weight_stride, column) for column in range(columns)]
+            ws = [line_of(builder, weights, weight_stride, column) for column in range(columns)]
 
         full = builder.and_(length, I64(-LANES))
-        loop = _Loop(builder, I64(0), full, LANES, [ZERO] * (rows * columns))
+        loop = Loop(builder, I64(0), full, LANES, [ZERO] * (rows * columns))
         x_at, w_at = builder.mul(loop.at, I64(4)), builder.mul(loop.at, I64(ITEM_BYTES[item]))
         if ahead:
             steps = builder.mul(builder.lshr(loop.at, I64(LANES.bit_length() - 1)), I64(columns))
             here = builder.add(extra, builder.mul(steps, step))
             for column in range(columns):
-                emit_prefetch(builder, _offset(builder, here, step, column))
+                emit_prefetch(builder, line_of(builder, here, step, column))
         sums = loop.close(
             _multiply(
                 builder,
@@ -159,23 +159,23 @@ def dot_tile(
             finals.append(phi)
         for row in range(rows):
             sums_of_row = finals[row * columns : (row + 1) * columns]
-            _store_totals(builder, _offset(builder, out, out_stride, row), sums_of_row, step if spread else None)
+            store_totals(builder, line_of(builder, out, out_stride, row), sums_of_row, step if spread else None)
 
-    return _tile(f"dot_{rows}x{columns}_{item}_{listed:d}{ahead:d}{spread:d}", emit)
+    return register_tile(f"dot_{rows}x{columns}_{item}_{listed:d}{ahead:d}{spread:d}", emit)
 
 
-def _store_totals(builder: Builder, address: Builder, vectors: list[Builder], step: Builder) -> None:
+def store_totals(builder: Builder, address: Builder, vectors: list[Builder], step: Builder) -> None:
     """Side by side, or `step` bytes apart."""
     at = 0
     while at < len(vectors):
         count = next(size for size in (4, 2, 1) if size <= len(vectors) - at)
         totals = emit_totals(builder, vectors[at : at + count])
         if count == 1 or step is None:
-            place = builder.add(address, I64(4 * at)) if step is None else _offset(builder, address, step, at)
+            place = builder.add(address, I64(4 * at)) if step is None else line_of(builder, address, step, at)
             builder.store(totals, pointer(builder, place, totals.type), align=4)
         else:
             for each in range(count):
-                place = _offset(builder, address, step, at + each)
+                place = line_of(builder, address, step, at + each)
                 builder.store(builder.extract_element(totals, I64(each)), pointer(builder, place, F32), align=4)
         at += count
 
@@ -191,8 +191,8 @@ def mix_tile(heads: int, vectors: int, item: int = FLOAT32, *, partial: bool = F
     def emit(builder: Builder, args: list[Builder]) -> None:
         weights, weight_stride, rows, offset, count, out, out_stride, lanes, _ = args
         mask = emit_mask(builder, lanes) if partial else None
-        lines = [_offset(builder, weights, weight_stride, head) for head in range(heads)]
-        loop = _Loop(builder, I64(0), count, 1, [ZERO] * (heads * vectors))
+        lines = [line_of(builder, weights, weight_stride, head) for head in range(heads)]
+        loop = Loop(builder, I64(0), count, 1, [ZERO] * (heads * vectors))
         listed = builder.gep(pointer(builder, rows, I64), [loop.at], source_etype=I64)
         address = builder.add(builder.load(listed), offset)
         shares = []
@@ -208,14 +208,14 @@ def mix_tile(heads: int, vectors: int, item: int = FLOAT32, *, partial: bool = F
                 sums[place] = emit_fma(builder, share, value, sums[place])
         sums = loop.close(sums)
         for head in range(heads):
-            line = _offset(builder, out, out_stride, head)
+            line = line_of(builder, out, out_stride, head)
             for number in range(vectors):
                 emit_store(builder, builder.add(line, I64(number * LANE_BYTES)), sums[head * vectors + number])
 
-    return _tile(f"mix_{heads}x{vectors}_{item}_{partial:d}", emit)
+    return register_tile(f"mix_{heads}x{vectors}_{item}_{partial:d}", emit)
 
 
-def _tile(name: str, emit: Any) -> Any:
+def register_tile(name: str, emit: Any) -> Any:
     """A function of its own, kept out of its callers: among their variables its own would not all find registers."""
 
     @intrinsic

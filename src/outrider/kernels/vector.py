@@ -23,6 +23,8 @@ FAST_HERE: bool = {"+avx2", "+fma", "+f16c"} <= _FEATURES
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """How numbers lie in memory. In registers they are always float32."""
+FOUR_BITS, EIGHT_BITS = 3, 4
+"""Weights may also lie in blocks: see packed.py."""
 ITEM_BYTES = (4, 2, 2)
 
 _VECTOR = ir.VectorType(F32, LANES)
@@ -52,6 +54,11 @@ class _VectorModel(PrimitiveModel):
 
 def constant(value: float) -> Builder:
     return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def vector_of() -> Any:
+    """The type of a vector of float32."""
+    return _VECTOR
 
 
 def words(value: int) -> Builder:

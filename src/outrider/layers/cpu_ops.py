@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,21 +13,24 @@ from torch.nn import functional
 
 from outrider.errors import ConfigError
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ops, route
-from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear
+from outrider.layers.ops import Ops, Recorded, route
+from outrider.models.packed import PackedMatrix, Packing
+from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix, plain
 from outrider.models.spec import Activation, ExpertsSpec
 
 try:
-    from outrider.kernels import activations, attention, jobs, linear, norm, rotate
+    from outrider.kernels import activations, attention, gather, linear, norm, rotate
     from outrider.kernels.compiling import Kernel
-    from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM
+    from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN
     from outrider.kernels.threads import Threads, available_cores, shared_threads
-    from outrider.kernels.vector import BFLOAT16, FAST_HERE, FLOAT16, FLOAT32
+    from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FAST_HERE, FLOAT16, FLOAT32, FOUR_BITS
+    from outrider.layers.cpu_program import Job, Program, Step
 except ImportError as error:
     _import_error: str | None = str(error)
 else:
     _import_error = None
     _ITEMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+    _PACKINGS = {Packing.FOUR_BITS: FOUR_BITS, Packing.EIGHT_BITS: EIGHT_BITS}
     _ACTIVATIONS = {
         Activation.SILU: activations.SILU,
         Activation.GELU_TANH: activations.GELU_TANH,
@@ -39,12 +41,12 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being compiled, how many kernels are done, and how many there are."""
 
 _HEADER = struct.Struct("4q")
+_GATHER = struct.Struct("6q")
 _NORM = struct.Struct("5qf4x4q")
 _LINEAR = struct.Struct("14q")
 _LAYER = struct.Struct("3qf4x4qf4xf4xq")
-_ROWS = struct.Struct("8q")
-_PLACE = struct.Struct("17q")  # from QKV to PARTS
-_ROWS_CACHED_MAX = 8
+_PLACE = struct.Struct("19q")  # from STEP to PARTS
+_STEPS_CACHED_MAX = 8
 _LAYERS_CACHED_MAX = 1024
 
 
@@ -52,23 +54,15 @@ class _Buffer:
     """Scratch memory that grows to what was last asked for."""
 
     def __init__(self) -> None:
-        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8)
         self._size, self._address = 0, 0
 
     def at_least(self, size: int) -> int:
         """Its address."""
         if self._size < size:
-            self._tensor = torch.empty(size, dtype=torch.uint8)
-            self._size, self._address = size, self._tensor.data_ptr()
+            self.tensor = torch.empty(size, dtype=torch.uint8)
+            self._size, self._address = size, self.tensor.data_ptr()
         return self._address
-
-
-class _Job:
-    """A job's words, as Python writes them."""
-
-    def __init__(self) -> None:
-        self.words = memoryview(bytearray(8 * jobs.WORDS))
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.words))
 
 
 class NumbaOps(Ops):
@@ -76,15 +70,18 @@ class NumbaOps(Ops):
 
     name = "numba"
     row_exact = True
+    reads_packed = True
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
         ENTER.compile()
         self._progress = progress
         self._threads: Threads = shared_threads(available_cores() if threads is None else threads)
-        self._job, self._norm_job = _Job(), _Job()
+        self._job, self._norm_job = Job(), Job()
+        self._program: Program | None = None
+        """What is being recorded."""
         self._scratch, self._normed, self._queries, self._plan, self._parts = (_Buffer() for _ in range(5))
         self._layers: dict[int, tuple[AttentionLayer, bytes, list[Tensor]]] = {}
-        self._rows: dict[int, tuple[AttentionRows, bytes, list[Tensor]]] = {}
+        self._steps: dict[int, tuple[AttentionRows, Step]] = {}
 
     @staticmethod
     def unavailable() -> str | None:
@@ -97,7 +94,9 @@ class NumbaOps(Ops):
 
     def prepare(self, parameters: DecoderParameters) -> DecoderParameters:
         """Weights stay as they are stored; what is added or multiplied elementwise becomes float32."""
-        warm_up((parameters.embedding.dtype, parameters.layers[0].qkv.weight.dtype), self._progress)
+        weights = (parameters.head.weight, parameters.layers[0].qkv.weight)
+        kinds = [weight.packing if isinstance(weight, PackedMatrix) else weight.dtype for weight in weights]
+        warm_up(kinds, self._progress)
         return DecoderParameters(
             embedding=parameters.embedding,
             layers=tuple(_prepared_layer(layer) for layer in parameters.layers),
@@ -105,15 +104,35 @@ class NumbaOps(Ops):
             head=_prepared(parameters.head),
         )
 
-    def embed(self, tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
+    def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
+        if isinstance(embedding, PackedMatrix):
+            x = self._gather(embedding, tokens)
+            return x if scale == 1.0 else x * scale
         x = functional.embedding(tokens, embedding).float()
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=embedding.dtype).float()
 
+    def _gather(self, matrix: PackedMatrix, numbers: Tensor) -> Tensor:
+        assert self._program is None
+        count, k = len(numbers), matrix.shape[1]
+        numbers, out, job, data = numbers.to(torch.int64).contiguous(), torch.empty(count, k), self._job, matrix.data
+        lowest, highest = numbers.aminmax()
+        if lowest < 0 or highest >= len(data):
+            # Compiled code would read whatever lies there.
+            raise IndexError(f"token ids must lie in [0, {len(data)}), found {int(lowest)} to {int(highest)}")
+        chunks = (count + gather.ROWS_PER_CHUNK - 1) // gather.ROWS_PER_CHUNK
+        _HEADER.pack_into(job.words, 0, gather.GATHER[_item_of(matrix)].address, chunks, 0, 0)
+        _GATHER.pack_into(
+            job.words, 8 * gather.NUMBERS, numbers.data_ptr(), count, data.data_ptr(), data.stride(0), k, out.data_ptr()
+        )
+        self._call(RUN_PLAIN, job, 0)
+        return out
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = _rows_of(x), _wide(weight)
-        out = torch.empty(x.shape, dtype=torch.float32)
-        self._pack_norm(self._job, x, weight, eps, out.data_ptr())
-        ENTER.call(self._threads.address, self._job.address, RUN_NORM, 0)
+        out = self._empty(*x.shape)
+        job = self._new_job()
+        self._pack_norm(job, x, weight, eps, out.data_ptr())
+        self._call(RUN_NORM, job, 0)
         return out
 
     def project(self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -126,8 +145,9 @@ class NumbaOps(Ops):
         if post_norm is None:
             return self._linear(x, linear.weight, linear.bias, residual=residual)
         y = self._linear(x, linear.weight, linear.bias)
-        self._pack_norm(self._job, y, _wide(post_norm), eps, y.data_ptr(), residual=residual)
-        ENTER.call(self._threads.address, self._job.address, RUN_NORM, 0)
+        job = self._new_job()
+        self._pack_norm(job, y, _wide(post_norm), eps, y.data_ptr(), residual=residual)
+        self._call(RUN_NORM, job, 0)
         return y
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation, *, norm: Tensor, eps: float) -> Tensor:
@@ -151,7 +171,7 @@ class NumbaOps(Ops):
     def _linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Matrix,
         bias: Tensor | None,
         *,
         norm: Tensor | None = None,
@@ -163,14 +183,15 @@ class NumbaOps(Ops):
         rows, k = x.shape
         n = weight.shape[0] // (1 if activation is None else 2)
         # A residual is updated in place: the row is read by nobody else.
-        out = torch.empty((rows, n), dtype=torch.float32) if residual is None else residual
-        job, norm_address = self._job, 0
+        out = self._empty(rows, n) if residual is None else residual
+        job, norm_address = self._new_job(), 0
         x_address, x_stride = x.data_ptr(), x.stride(0) * 4
         if norm is not None:
-            norm_job, x_address, x_stride = self._norm_job, self._normed.at_least(rows * k * 4), k * 4
-            norm_address = norm_job.address
+            norm_job = self._norm_job if self._program is None else self._program.job()
+            x_address, x_stride, norm_address = self._room(self._normed, rows * k * 4), k * 4, norm_job.address
             self._pack_norm(norm_job, x, norm, eps, x_address)
-        kernel = linear.LINEAR[_ITEMS[weight.dtype]]
+        stored = weight.data if isinstance(weight, PackedMatrix) else weight
+        kernel = linear.LINEAR[_item_of(weight)]
         self._pack_header(job, kernel, linear.scratch_bytes(k))
         _LINEAR.pack_into(
             job.words,
@@ -178,8 +199,8 @@ class NumbaOps(Ops):
             x_address,
             x_stride,
             rows,
-            weight.data_ptr(),
-            weight.stride(0) * weight.element_size(),
+            stored.data_ptr(),
+            stored.stride(0) * stored.element_size(),
             k,
             n,
             0,  # the width of a strip is planned by the kernel
@@ -190,7 +211,7 @@ class NumbaOps(Ops):
             0 if residual is None else residual.stride(0) * 4,
             activations.NONE if activation is None else _ACTIVATIONS[activation],
         )
-        ENTER.call(self._threads.address, job.address, RUN_LINEAR, norm_address)
+        self._call(RUN_LINEAR, job, norm_address)
         return out
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
@@ -198,26 +219,31 @@ class NumbaOps(Ops):
         qkv, keys, values = _rows_of(qkv), kv.keys, kv.values
         assert keys.stride(3) == 1 and values.stride(3) == 1 and keys.dtype == values.dtype
         count, item, size = qkv.shape[0], _ITEMS[keys.dtype], keys.element_size()
-        out = torch.empty((count, heads * dim), dtype=torch.float32)
+        out = self._empty(count, heads * dim)
         part_bytes = heads // kv_heads * attention.part_bytes(dim)
         room = 0
         if count * kv_heads < 8 * self._threads.count and self._threads.count > 1:
-            room = count * kv_heads * (rows.most_keys // attention.BLOCK + 2)
-        job = self._job
+            # What is recorded has to do for any length.
+            keys_max = rows.most_keys if self._program is None else layer.rotary.shape[0]
+            room = count * kv_heads * (keys_max // attention.BLOCK + 2)
+        job = self._new_job()
         self._pack_header(job, rotate.ROTATE[item], attention.scratch_bytes(heads, kv_heads, dim))
         words = job.words
         words[8 * rotate.HEADS : 8 * rotate.HEADS + _LAYER.size] = self._layer_words(layer)
-        words[8 * rotate.ROWS : 8 * rotate.ROWS + _ROWS.size] = self._row_words(rows)
+        if self._program is not None:
+            self._program.keep((self._layers[id(layer)], keys, values))
         key_page, key_head, key_token, _ = keys.stride()
         value_page, value_head, value_token, _ = values.stride()
         _PLACE.pack_into(
             words,
-            8 * rotate.QKV,
+            8 * rotate.STEP,
+            self._step(rows).address,
             qkv.data_ptr(),
             qkv.stride(0) * 4,
-            self._queries.at_least(count * heads * dim * 4),
+            self._room(self._queries, count * heads * dim * 4),
             out.data_ptr(),
             heads * dim * 4,
+            rotate.ROTATE[item].address,
             attention.ATTEND[item].address,
             keys.data_ptr(),
             values.data_ptr(),
@@ -228,21 +254,58 @@ class NumbaOps(Ops):
             value_page * size,
             value_head * size,
             value_token * size,
-            self._plan.at_least(count * 16),
-            self._parts.at_least(room * part_bytes),
+            self._room(self._plan, count * 16),
+            self._room(self._parts, room * part_bytes),
         )
-        ENTER.call(self._threads.address, job.address, RUN_ATTEND, room)
+        self._call(RUN_ATTEND, job, room)
         return out
 
-    def _pack_header(self, job: _Job, kernel: Kernel, scratch_bytes: int) -> None:
+    def copy(self, x: Tensor) -> Tensor:
+        return x.clone() if self._program is None else self._program.copy(x)
+
+    def record(
+        self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]
+    ) -> Recorded | None:
+        assert self._program is None
+        self._program = program = Program(self._threads.address, *x.shape)
+        try:
+            program.record(rows, body)
+        finally:
+            self._program = None
+        return program
+
+    # --- the memory of a call: shared by all calls, or a program's own ------------------------------
+
+    def _new_job(self) -> Job:
+        return self._job if self._program is None else self._program.job()
+
+    def _empty(self, rows: int, width: int) -> Tensor:
+        return torch.empty(rows, width) if self._program is None else self._program.empty(rows, width)
+
+    def _room(self, buffer: _Buffer, size: int) -> int:
+        address = buffer.at_least(size)
+        if self._program is not None:
+            # The buffer may grow, and then lies elsewhere.
+            self._program.keep(buffer.tensor)
+        return address
+
+    def _call(self, what: int, job: Job, parameter: int) -> None:
+        if self._program is None:
+            ENTER.call(self._threads.address, job.address, what, parameter)
+        else:
+            self._program.add(what, job.address, parameter)
+
+    def _pack_header(self, job: Job, kernel: Kernel, scratch_bytes: int) -> None:
         scratch_bytes = (scratch_bytes + 63) // 64 * 64
-        scratch = self._scratch.at_least(scratch_bytes * self._threads.count)
+        scratch = self._room(self._scratch, scratch_bytes * self._threads.count)
         _HEADER.pack_into(job.words, 0, kernel.address, 0, scratch, scratch_bytes)
 
     def _pack_norm(
-        self, job: _Job, x: Tensor, weight: Tensor, eps: float, out: int, *, residual: Tensor | None = None
+        self, job: Job, x: Tensor, weight: Tensor, eps: float, out: int, *, residual: Tensor | None = None
     ) -> None:
         rows, k = x.shape
+        if self._program is not None:
+            self._program.keep(weight)
         _HEADER.pack_into(job.words, 0, norm.NORM.address, 0, 0, 0)
         _NORM.pack_into(
             job.words,
@@ -287,43 +350,41 @@ class NumbaOps(Ops):
         self._layers[id(layer)] = (layer, packed, kept)
         return packed
 
-    def _row_words(self, rows: AttentionRows) -> bytes:
-        known = self._rows.get(id(rows))
+    def _step(self, rows: AttentionRows) -> Step:
+        if self._program is not None:
+            return self._program.step(rows)
+        known = self._steps.get(id(rows))
         if known is not None and known[0] is rows:
             return known[1]
-        if len(self._rows) >= _ROWS_CACHED_MAX:
-            self._rows.clear()
-        longs = [tensor.to(torch.int64).contiguous() for tensor in (rows.positions, rows.slots)]
-        ints = [
-            tensor.to(torch.int32).contiguous()
-            for tensor in (rows.sequence, rows.tables, rows.first_key, rows.stop_key)
-        ]
-        sequence, tables, first_key, stop_key = ints
-        packed = _ROWS.pack(
-            rows.positions.shape[0],
-            longs[0].data_ptr(),
-            longs[1].data_ptr(),
-            sequence.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0) * 4,
-            first_key.data_ptr(),
-            stop_key.data_ptr(),
-        )
-        self._rows[id(rows)] = (rows, packed, longs + ints)
-        return packed
+        if len(self._steps) >= _STEPS_CACHED_MAX:
+            self._steps.clear()
+        step = Step()
+        step.set(rows)
+        self._steps[id(rows)] = (rows, step)
+        return step
 
 
-def warm_up(dtypes: Iterable[torch.dtype], progress: Progress | None = None) -> None:
-    """Compile what weights and caches of these types need, or read it from disk."""
-    items = {_ITEMS[_known(dtype)] for dtype in dtypes}
-    tables = (linear.LINEAR, rotate.ROTATE, attention.ATTEND)
-    kernels = [norm.NORM, *(table[item] for item in sorted(items) for table in tables)]
+def warm_up(kinds: Iterable[torch.dtype | Packing], progress: Progress | None = None) -> None:
+    """Compile what weights of these kinds and their caches need, or read it from disk."""
+    kinds = set(kinds)
+    packed = {kind for kind in kinds if isinstance(kind, Packing)}
+    items = {_ITEMS[_known(kind)] for kind in kinds if isinstance(kind, torch.dtype)}
+    # Whoever keeps weights packed computes and caches in float32.
+    caches = items | ({FLOAT32} if packed else set())
+    kernels = [norm.NORM]
+    kernels += [linear.LINEAR[item] for item in sorted(items | {_PACKINGS[kind] for kind in packed})]
+    kernels += [gather.GATHER[_PACKINGS[kind]] for kind in sorted(packed, key=lambda kind: kind.value)]
+    kernels += [table[item] for item in sorted(caches) for table in (rotate.ROTATE, attention.ATTEND)]
     for number, kernel in enumerate(kernels):
         if progress is not None:
             progress(kernel.name, number, len(kernels))
         assert kernel.address
     if progress is not None:
         progress("done", len(kernels), len(kernels))
+
+
+def _item_of(weight: Matrix) -> int:
+    return _PACKINGS[weight.packing] if isinstance(weight, PackedMatrix) else _ITEMS[_known(weight.dtype)]
 
 
 def _known(dtype: torch.dtype) -> torch.dtype:
@@ -352,7 +413,9 @@ def _prepared(linear: Linear) -> Linear:
     return Linear(weight=_stored(linear.weight), bias=_maybe_wide(linear.bias))
 
 
-def _stored(weight: Tensor) -> Tensor:
+def _stored(weight: Matrix) -> Matrix:
+    if isinstance(weight, PackedMatrix):
+        return weight
     _known(weight.dtype)
     return weight if weight.stride(-1) == 1 else weight.contiguous()
 
@@ -364,8 +427,8 @@ def _prepared_layer(layer: LayerParameters) -> LayerParameters:
     else:
         mlp = ExpertsMLP(
             router=_prepared(layer.mlp.router),
-            gate_up=_stored(layer.mlp.gate_up),
-            down=_stored(layer.mlp.down),
+            gate_up=plain(_stored(layer.mlp.gate_up)),
+            down=plain(_stored(layer.mlp.down)),
             gate_up_bias=_maybe_wide(layer.mlp.gate_up_bias),
             down_bias=_maybe_wide(layer.mlp.down_bias),
         )

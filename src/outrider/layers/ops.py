@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear
+from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear, Matrix, plain, written_out
 from outrider.models.spec import Activation, ExpertsSpec
 
 
@@ -27,12 +28,22 @@ class Ability(Enum):
     SOFTCAP = "softcap"
 
 
+class Recorded(ABC):
+    """Operations that were recorded, to be run again on other values."""
+
+    @abstractmethod
+    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> list[Tensor]:
+        """For an x of the recorded shape, and rows in the recorded order."""
+
+
 class Ops(ABC):
     """Rows in, rows out; a row's result must not depend on the other rows of the batch beyond rounding."""
 
     name: str
     row_exact: bool = False
     """A row's result is the same to the last bit whatever else is in the batch."""
+    reads_packed: bool = False
+    """Products take packed matrices as they are."""
     abilities: frozenset[Ability] = frozenset(Ability)
 
     def prepare(self, parameters: DecoderParameters) -> DecoderParameters:
@@ -40,7 +51,7 @@ class Ops(ABC):
         return parameters
 
     @abstractmethod
-    def embed(self, tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
+    def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
         """[rows, hidden]"""
 
     @abstractmethod
@@ -71,6 +82,19 @@ class Ops(ABC):
     def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots, attend: [rows, heads * head_dim]."""
 
+    def copy(self, x: Tensor) -> Tensor:
+        """What x is now."""
+        return x.clone()
+
+    def record(
+        self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]
+    ) -> Recorded | None:
+        """Write down what `body` does with x, for versions where calling costs more than computing; None: call it.
+
+        `body` only calls these operations, with arguments that depend on nothing but shapes; it keeps no views.
+        """
+        return None
+
     def store(self, k: Tensor, v: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> None:
         """Norm and rotate keys, write keys and values ([rows, kv_heads, head_dim]) to their slots; nobody reads."""
         if layer.k_norm is not None:
@@ -84,8 +108,11 @@ class Ops(ABC):
 class TorchOps(Ops):
     name = "torch"
 
-    def embed(self, tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
-        x = functional.embedding(tokens, embedding)
+    def prepare(self, parameters: DecoderParameters) -> DecoderParameters:
+        return written_out(parameters)
+
+    def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
+        x = functional.embedding(tokens, plain(embedding))
         # Models multiply by a scale rounded to their own dtype.
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
@@ -97,12 +124,12 @@ class TorchOps(Ops):
     def project(self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         if norm is not None:
             x = self.norm(x, norm, eps)
-        return functional.linear(x, linear.weight, linear.bias)
+        return functional.linear(x, plain(linear.weight), linear.bias)
 
     def project_add(
         self, x: Tensor, linear: Linear, residual: Tensor, *, post_norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor:
-        y = functional.linear(x, linear.weight, linear.bias)
+        y = functional.linear(x, plain(linear.weight), linear.bias)
         return residual + (y if post_norm is None else self.norm(y, post_norm, eps))
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation, *, norm: Tensor, eps: float) -> Tensor:
@@ -113,7 +140,7 @@ class TorchOps(Ops):
         self, x: Tensor, mlp: ExpertsMLP, experts: ExpertsSpec, activation: Activation, *, norm: Tensor, eps: float
     ) -> Tensor:
         x = self.norm(x, norm, eps)
-        weights, chosen = route(functional.linear(x, mlp.router.weight, mlp.router.bias), experts)
+        weights, chosen = route(functional.linear(x, plain(mlp.router.weight), mlp.router.bias), experts)
         out = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)

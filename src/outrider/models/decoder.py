@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ops
+from outrider.layers.ops import Ops, Recorded
 from outrider.layers.rope import rotary_table
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
 from outrider.models.spec import DecoderSpec, RopeSpec
+
+RECORDED_ROWS_MAX = 16
+"""Steps of more rows take so long that calls no longer count."""
 
 
 class LayerKV(NamedTuple):
@@ -35,6 +38,10 @@ class Decoder:
         self.ops = ops
         self.parameters = ops.prepare(parameters)
         embedding = self.parameters.embedding
+        # Which experts run depends on the rows.
+        self._recordable = all(layer.experts is None for layer in spec.layers)
+        self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[LayerKV]]] = {}
+        """By number of rows, taps and places of KV, which are kept: what is gone may have another's id."""
         tables: dict[RopeSpec, Tensor] = {}
         for layer in spec.layers:
             if layer.rope not in tables:
@@ -60,8 +67,24 @@ class Decoder:
 
     def forward(self, tokens: Tensor, layers: Sequence[LayerKV], *, taps: Sequence[int] = ()) -> Hidden:
         """Run the rows of a step. Tap i is the residual stream after layer i."""
+        x = self.ops.embed(tokens, self.parameters.embedding, self.spec.embedding_scale)
+        taps = tuple(taps)
+        final, *tapped = self._through_layers(x, layers, taps)
+        return Hidden(final, tuple(tapped))
+
+    def _through_layers(self, x: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...]) -> Sequence[Tensor]:
+        """What leaves the last layer, then the taps. Recorded once for each number of rows where that is faster."""
+        if len(x) > RECORDED_ROWS_MAX or not self._recordable:
+            return self._run_layers(x, layers, taps)
+        rows = [place.rows for place in layers]
+        key = (len(x), taps, *(id(place.kv) for place in layers))
+        if key not in self._recorded:
+            self._recorded[key] = self.ops.record(x, rows, lambda x: self._run_layers(x, layers, taps)), layers
+        recorded, _kept = self._recorded[key]
+        return self._run_layers(x, layers, taps) if recorded is None else recorded.run(x, rows)
+
+    def _run_layers(self, x: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...]) -> list[Tensor]:
         spec, ops = self.spec, self.ops
-        x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
         tapped: dict[int, Tensor] = {}
         for number, (weights, place) in enumerate(zip(self.parameters.layers, layers, strict=True)):
             qkv = ops.project(x, weights.qkv, norm=weights.input_norm, eps=spec.norm_eps)
@@ -70,8 +93,8 @@ class Decoder:
             x = self.feed_forward(number, weights, x)
             if number in taps:
                 # Later layers may write over it.
-                tapped[number] = x.clone()
-        return Hidden(x, tuple(tapped[tap] for tap in taps))
+                tapped[number] = ops.copy(x)
+        return [x, *(tapped[tap] for tap in taps)]
 
     def feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
         """The second half of a layer, residual included."""

@@ -36,15 +36,22 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: Progress | None = None
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    packed: bool = False,
 ) -> LoadedModel:
-    """By built-in name, path or hub id. What can be refused is refused before weights are read."""
+    """By built-in name, path or hub id. What can be refused is refused before weights are read.
+
+    `packed`: matrices that the file stores packed stay so in memory; whoever computes with them unpacks them."""
     resolved = resolve_model(name)
     checkpoint = open_checkpoint(resolved.path)
     spec = checkpoint.spec()
     text = _text_of(checkpoint)
     _refuse_foreign_tokenizer(text.tokenizer, spec)
-    parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress)
+    parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress, packed=packed)
     return LoadedModel(
         name=resolved.name,
         spec=spec,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from outrider.models.packed import PackedMatrix
+
+Matrix = Tensor | PackedMatrix
+
+
+def plain(matrix: Matrix) -> Tensor:
+    """A matrix that is known to be written out."""
+    assert isinstance(matrix, Tensor), "this matrix is packed"
+    return matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Linear:
     """y = x Wᵀ + b."""
 
-    weight: Tensor
+    weight: Matrix
     """[out, in]"""
     bias: Tensor | None = None
 
@@ -52,8 +62,38 @@ class LayerParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderParameters:
-    embedding: Tensor
+    embedding: Matrix
     layers: tuple[LayerParameters, ...]
     final_norm: Tensor
     head: Linear
-    """The embedding's own tensor where the head is tied."""
+    """The embedding's own matrix where the head is tied."""
+
+
+def written_out(parameters: DecoderParameters) -> DecoderParameters:
+    """The same without packed matrices; what is not packed is shared."""
+    done: dict[int, Tensor] = {}
+
+    def matrix(value: Matrix) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value.expand()
+        return done[id(value)]
+
+    def linear(value: Linear) -> Linear:
+        return replace(value, weight=matrix(value.weight))
+
+    def mlp(value: DenseMLP | ExpertsMLP) -> DenseMLP | ExpertsMLP:
+        if isinstance(value, DenseMLP):
+            return DenseMLP(gate_up=linear(value.gate_up), down=linear(value.down))
+        return replace(value, router=linear(value.router))
+
+    return DecoderParameters(
+        embedding=matrix(parameters.embedding),
+        layers=tuple(
+            replace(layer, qkv=linear(layer.qkv), out=linear(layer.out), mlp=mlp(layer.mlp))
+            for layer in parameters.layers
+        ),
+        final_norm=parameters.final_norm,
+        head=linear(parameters.head),
+    )

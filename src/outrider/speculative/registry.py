@@ -27,7 +27,9 @@ def _draft_model(config: SpeculativeConfig, settings: DrafterSettings) -> Drafte
         raise ConfigError("speculative_config: method 'draft_model' needs 'model': a name or the path of a checkpoint")
     progress = settings.progress
     report = None if progress is None else lambda done, total: progress("loading the draft model", done, total)
-    model = load_model(config.model, dtype=settings.dtype, device=settings.device, progress=report)
+    model = load_model(
+        config.model, dtype=settings.dtype, device=settings.device, progress=report, packed=settings.packed
+    )
     return draft_model_from(model, settings, num_layers=config.num_hidden_layers)
 
 

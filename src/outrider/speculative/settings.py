@@ -19,4 +19,6 @@ class DrafterSettings:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    packed: bool = False
+    """Matrices that a file stores packed stay so."""
     progress: Callable[[str, int, int], None] | None = None

@@ -12,7 +12,7 @@ from torch.nn import functional
 from outrider.errors import ConfigError
 from outrider.layers.ops import TorchOps, rotate
 from outrider.layers.rope import rotary_table
-from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
+from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters, plain
 from outrider.models.resolve import resolve_model, weights_fingerprint
 from outrider.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from outrider.models.weights import load_parameters, open_checkpoint
@@ -56,7 +56,7 @@ class Target:
     @property
     def head(self) -> Tensor:
         """[vocabulary, hidden]"""
-        return self.parameters.head.weight
+        return plain(self.parameters.head.weight)
 
     @torch.no_grad()
     def states(self, tokens: Tensor, taps: Sequence[int]) -> TargetStates:
@@ -77,14 +77,14 @@ def tensors_of(weights: LayerParameters) -> tuple[Tensor | None, ...]:
     assert isinstance(weights.mlp, DenseMLP)
     return (
         weights.input_norm,
-        weights.qkv.weight,
+        plain(weights.qkv.weight),
         weights.qkv.bias,
         weights.q_norm,
         weights.k_norm,
-        weights.out.weight,
+        plain(weights.out.weight),
         weights.mlp_norm,
-        weights.mlp.gate_up.weight,
-        weights.mlp.down.weight,
+        plain(weights.mlp.gate_up.weight),
+        plain(weights.mlp.down.weight),
         weights.attention_post_norm,
         weights.mlp_post_norm,
     )

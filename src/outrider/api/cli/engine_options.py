@@ -51,6 +51,15 @@ class ModelOptions:
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False, rich_help_panel=MODEL)
     ] = _DEFAULTS.device
+    expand_weights: Annotated[
+        bool,
+        typer.Option(
+            "--expand-weights",
+            help="Write quantised weights out in memory instead of unpacking them as they are used: same results, "
+            "several times the memory, slower.",
+            rich_help_panel=MODEL,
+        ),
+    ] = _DEFAULTS.expand_weights
     num_threads: Annotated[
         int | None,
         typer.Option(help="Threads of CPU kernels. Default: one per core.", show_default=False, rich_help_panel=MODEL),

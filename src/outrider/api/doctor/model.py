@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 
 from outrider.api.doctor.findings import Finding, Status, bytes_text
 from outrider.engine.engine import Engine
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.layout import KVLayout
-from outrider.models.parameters import DecoderParameters, DenseMLP
+from outrider.models.packed import PackedMatrix
+from outrider.models.parameters import DecoderParameters, DenseMLP, Matrix
 from outrider.models.resolve import resolve_model
 from outrider.models.spec import DecoderSpec
 
@@ -18,13 +20,14 @@ def look_at_model(engine: Engine, name: str) -> list[Finding]:
     path = resolve_model(name).path
     count, size = parameter_count(model.parameters)
     dtype = str(model.parameters.embedding.dtype).removeprefix("torch.")
+    packed = ", packed as the file has them" if isinstance(model.parameters.embedding, PackedMatrix) else ""
     slot_bytes = sum(group.slot_bytes for group in kv.layout.groups[: kv.layout.num_target])
     tokens = tokens_held(kv.layout, kv.config.arena_pages)
     template = model.chat_template
     return [
         Finding("model", f"{model.name}, from {path}"),
         Finding("decoder", spec_text(model.spec)),
-        Finding("parameters", f"{count:,}, {dtype} on {engine.runner.device}, {bytes_text(size)}"),
+        Finding("parameters", f"{count:,}, {dtype} on {engine.runner.device}, {bytes_text(size)}{packed}"),
         Finding("chat template", "yes")
         if template is not None
         else Finding("chat template", "none", Status.NOTE, "`outrider chat` needs one; use `outrider generate`"),
@@ -60,12 +63,12 @@ def spec_text(spec: DecoderSpec) -> str:
 
 def parameter_count(parameters: DecoderParameters) -> tuple[int, int]:
     """Numbers and bytes; a tensor that serves twice counts once."""
-    tensors = {id(parameters.embedding): parameters.embedding}
+    tensors: dict[int, Matrix] = {id(parameters.embedding): parameters.embedding}
     for tensor in (parameters.final_norm, parameters.head.weight):
         tensors[id(tensor)] = tensor
     for layer in parameters.layers:
         linears = [layer.qkv, layer.out]
-        others = [layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.sinks]
+        others: list[Matrix | None] = [layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.sinks]
         others += [layer.attention_post_norm, layer.mlp_post_norm]
         if isinstance(layer.mlp, DenseMLP):
             linears += [layer.mlp.gate_up, layer.mlp.down]
@@ -75,8 +78,8 @@ def parameter_count(parameters: DecoderParameters) -> tuple[int, int]:
         for linear in linears:
             others += [linear.weight, linear.bias]
         tensors |= {id(tensor): tensor for tensor in others if tensor is not None}
-    count = sum(tensor.numel() for tensor in tensors.values())
-    return count, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    count = sum(prod(tensor.shape) for tensor in tensors.values())
+    return count, sum(tensor.nbytes for tensor in tensors.values())
 
 
 def tokens_held(layout: KVLayout, arena_pages: tuple[int, ...]) -> int:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelError
-from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear
+from outrider.models.packed import BLOCK, PackedMatrix, Packing
+from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix
 from outrider.models.recipes.base import Recipe
 from outrider.models.recipes.layout import Layout, Part, Shape
 from outrider.models.spec import DecoderSpec, LayerSpec
@@ -60,11 +61,16 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def copy_into(self, name: str, destination: Tensor) -> None:
-        """Write a tensor, in the destination's dtype, into a destination of its shape on any device."""
+        """Write a tensor, in the destination's dtype, into a destination of its shape on any device. A destination
+        of bytes takes its packed rows."""
 
     def stored_name(self, name: str) -> str:
         """What the file itself calls a tensor, for messages."""
         return name
+
+    def packing(self, name: str) -> Packing | None:
+        """How a tensor can stay packed; None where it can only be written out."""
+        return None
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         destination = torch.empty(self.tensors[name].shape, dtype=dtype)
@@ -82,19 +88,25 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    packed: bool = False,
 ) -> DecoderParameters:
-    """Every tensor of the decoder, in place and fused. What does not fit is refused before anything is read."""
+    """Every tensor of the decoder, in place and fused. What does not fit is refused before anything is read.
+
+    `packed`: matrices that the checkpoint stores packed stay so."""
+    layout = checkpoint.recipe.layout(spec)
+    packings = _packings(checkpoint, layout) if packed else {}
     modules = checkpoint.config.get("num_nextn_predict_layers")
     filled = fill(
         checkpoint,
-        checkpoint.recipe.layout(spec),
+        layout,
         what=f"a {spec.family} model",
         harmless=lambda name: _harmless(name, spec, modules if isinstance(modules, int) else 0),
         dtype=dtype,
         device=device,
         progress=progress,
+        packings=packings,
     )
-    return _parameters(spec, filled)
+    return _parameters(spec, filled, packings)
 
 
 def fill(
@@ -106,25 +118,50 @@ def fill(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    packings: Mapping[str, Packing] | None = None,
 ) -> dict[str, Tensor]:
     """Every tensor of a layout, by its path there. `what` says in messages what the tensors should make up;
-    tensors that the layout has no use for are refused unless they are `harmless`."""
+    tensors that the layout has no use for are refused unless they are `harmless`. Paths in `packings` are filled
+    with the bytes of packed rows."""
+    packings = packings or {}
     found = source.tensors
     plan = {path: _choose(assembly.choices, found) for path, assembly in layout.items()}
     _refuse_misfits(source, what, harmless, [part for parts in plan.values() for part in parts])
     total_bytes = sum(found[part.name].stored_bytes for parts in plan.values() for part in parts)
     done_bytes = 0
     filled: dict[str, Tensor] = {}
-    elements = sum(prod(assembly.shape) for assembly in layout.values())
-    memory = WeightMemory(elements * dtype.itemsize, len(layout), torch.device(device))
+    kinds = {path: _kind_in_memory(assembly.shape, dtype, packings.get(path)) for path, assembly in layout.items()}
+    size = sum(prod(shape) * kind.itemsize for shape, kind in kinds.values())
+    memory = WeightMemory(size, len(layout), torch.device(device))
     for path, parts in plan.items():
-        destination = filled[path] = memory.empty(tuple(layout[path].shape), dtype)
+        destination = filled[path] = memory.empty(*kinds[path])
         for part in parts:
             source.copy_into(part.name, destination[part.where] if part.where else destination)
             done_bytes += found[part.name].stored_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
     return filled
+
+
+def _kind_in_memory(shape: Shape, dtype: torch.dtype, packing: Packing | None) -> tuple[Shape, torch.dtype]:
+    if packing is None:
+        return tuple(shape), dtype
+    rows, columns = shape
+    return (rows, columns // BLOCK * packing.block_bytes), torch.uint8
+
+
+def _packings(checkpoint: Checkpoint, layout: Layout) -> dict[str, Packing]:
+    """The matrices all of whose parts are packed in the same way."""
+    found = {}
+    for path, assembly in layout.items():
+        kinds = {
+            checkpoint.packing(part.name) if part.name in checkpoint.tensors else None
+            for part in _choose(assembly.choices, checkpoint.tensors)
+        }
+        packing = kinds.pop()
+        if packing is not None and not kinds and len(assembly.shape) == 2:
+            found[path] = packing
+    return found
 
 
 def _choose(choices: tuple[tuple[Part, ...], ...], names: Mapping[str, StoredTensor]) -> tuple[Part, ...]:
@@ -171,11 +208,13 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def layers_from(layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor]) -> tuple[LayerParameters, ...]:
+def layers_from(
+    layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor], packings: Mapping[str, Packing] | None = None
+) -> tuple[LayerParameters, ...]:
     """The layers among the tensors of a filled layout."""
 
     def linear(path: str) -> Linear:
-        return Linear(weight=filled[f"{path}.weight"], bias=filled.get(f"{path}.bias"))
+        return Linear(weight=_matrix(f"{path}.weight", filled, packings or {}), bias=filled.get(f"{path}.bias"))
 
     def mlp(path: str, *, experts: bool) -> DenseMLP | ExpertsMLP:
         if not experts:
@@ -205,12 +244,17 @@ def layers_from(layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor]) -> 
     )
 
 
-def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor]) -> DecoderParameters:
-    embedding = filled["embedding"]
-    head = Linear(weight=embedding if spec.tied_head else filled["head.weight"], bias=filled.get("head.bias"))
+def _matrix(path: str, filled: Mapping[str, Tensor], packings: Mapping[str, Packing]) -> Matrix:
+    packing = packings.get(path)
+    return filled[path] if packing is None else PackedMatrix(packing=packing, data=filled[path])
+
+
+def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor], packings: Mapping[str, Packing]) -> DecoderParameters:
+    embedding = _matrix("embedding", filled, packings)
+    head = embedding if spec.tied_head else _matrix("head.weight", filled, packings)
     return DecoderParameters(
         embedding=embedding,
-        layers=layers_from(spec.layers, filled),
+        layers=layers_from(spec.layers, filled, packings),
         final_norm=filled["final_norm"],
-        head=head,
+        head=Linear(weight=head, bias=filled.get("head.bias")),
     )

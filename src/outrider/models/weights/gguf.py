@@ -13,10 +13,12 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from outrider.errors import ModelError
+from outrider.models.packed import Packing
 from outrider.models.recipes import recipe_for_gguf
 from outrider.models.weights.base import Checkpoint, StoredTensor
 from outrider.models.weights.gguf_config import config_from_metadata
 from outrider.models.weights.gguf_file import Bytes, GGUFFile, GGUFTensor, read_gguf
+from outrider.models.weights.gguf_packing import PACKINGS, pack_rows
 
 SUPPORTED = (
     Kind.F32,
@@ -82,6 +84,9 @@ class GGUFCheckpoint(Checkpoint):
     def stored_name(self, name: str) -> str:
         return self._stored_names.get(name) or gguf_name(name)
 
+    def packing(self, name: str) -> Packing | None:
+        return PACKINGS.get(self.file.tensors[self._stored_names[name]].kind)
+
     def copy_into(self, name: str, destination: Tensor) -> None:
         if destination.device.type != "cpu":
             # In one piece: many small copies to a device take longer than one tensor takes room.
@@ -89,6 +94,9 @@ class GGUFCheckpoint(Checkpoint):
             return
         tensor = self.file.tensors[self._stored_names[name]]
         rows = self._rows(name, tensor)
+        if destination.dtype == torch.uint8:
+            pack_rows(rows, tensor.kind, destination)
+            return
         # Destinations of several experts may be no contiguous whole, but each expert's rows are.
         matrices = [destination] if destination.dim() < 3 else list(destination)
         height = rows.shape[0] // len(matrices)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelError
-from outrider.models.parameters import Linear
+from outrider.models.parameters import Linear, Matrix
 from outrider.models.recipes.base import optional_window, windows_by_layer_type
 from outrider.models.recipes.config import ConfigReader
 from outrider.models.recipes.layout import Layout, whole
@@ -136,8 +136,9 @@ def own_tensors(files: DrafterFiles, body: DecoderSpec, draft_vocab_size: int, s
     return layout
 
 
-def embedding_of(filled: Mapping[str, Tensor], settings: DrafterSettings) -> Tensor:
-    return filled.get("embedding", settings.target.parameters.embedding)
+def embedding_of(filled: Mapping[str, Tensor], settings: DrafterSettings) -> Matrix:
+    own = filled.get("embedding")
+    return settings.target.parameters.embedding if own is None else own
 
 
 def head_of(filled: Mapping[str, Tensor], settings: DrafterSettings) -> Linear:

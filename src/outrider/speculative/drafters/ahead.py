@@ -20,7 +20,7 @@ from outrider.layers.ops import Ops
 from outrider.layers.rows import Rows, Span
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import LayerGroups, layer_groups
-from outrider.models.parameters import DecoderParameters, Linear
+from outrider.models.parameters import DecoderParameters, Linear, plain
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
@@ -101,7 +101,7 @@ class OneLayerAhead(Drafter):
         self._decoder = Decoder(body, network.parameters, settings.ops, max_position=limit)
         qkv = self._decoder.parameters.layers[0].qkv
         keep = slice(body.query_size, None)
-        self._pair = Linear(weight=qkv.weight[keep], bias=None if qkv.bias is None else qkv.bias[keep])
+        self._pair = Linear(weight=plain(qkv.weight)[keep], bias=None if qkv.bias is None else qkv.bias[keep])
         shape = DrafterShape(groups=self.layer_groups.specs, taps=network.taps, max_len=limit, fingerprint=fingerprint)
         self.footprint = footprint_for(method, shape)
         self._services: DraftServices | None = None

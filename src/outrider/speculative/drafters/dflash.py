@@ -19,7 +19,7 @@ from outrider.kv.groups import Sliding
 from outrider.layers.rows import Span
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups, layer_groups
-from outrider.models.parameters import DecoderParameters, Linear
+from outrider.models.parameters import DecoderParameters, Linear, plain
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
@@ -175,6 +175,6 @@ def block_groups(spec: DFlashSpec, *, page_tokens: int, item_bytes: int) -> Laye
 
 def context_projection(body: DecoderSpec, parameters: DecoderParameters) -> Linear:
     """Keys and values of all layers from one product: [layers * (key + value), hidden]."""
-    pairs = [layer.qkv.weight[body.query_size :] for layer in parameters.layers]
+    pairs = [plain(layer.qkv.weight)[body.query_size :] for layer in parameters.layers]
     biases = [layer.qkv.bias[body.query_size :] for layer in parameters.layers if layer.qkv.bias is not None]
     return Linear(weight=torch.cat(pairs), bias=torch.cat(biases) if biases else None)

@@ -1,0 +1,139 @@
+"""Calls of compiled kernels, written down once and run again: one call from Python for all layers of a step.
+
+A model of 30 layers takes some 150 calls to run, and Python needs longer for the small ones than they take. What the
+calls are told is the same in every step of as many rows; only the rows themselves differ, and those lie in a block of
+words that all layers of a group share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import jobs
+from outrider.kernels.pool import ENTER, PROGRAM_WORDS, RUN_COPY, RUN_PROGRAM
+from outrider.layers.attention import AttentionRows
+from outrider.layers.ops import Recorded
+
+_ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
+_STEP = struct.Struct("8q")
+
+
+class Words:
+    """A block of 64-bit words that compiled code reads, as Python writes them."""
+
+    def __init__(self, count: int) -> None:
+        self.words = memoryview(bytearray(8 * count))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.words))
+
+
+class Job(Words):
+    def __init__(self) -> None:
+        super().__init__(jobs.WORDS)
+
+
+class Step(Words):
+    """What kernels are told about the rows of one step in one group."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self._kept: list[Tensor] = []
+
+    def set(self, rows: AttentionRows) -> None:
+        longs = [tensor.to(torch.int64).contiguous() for tensor in (rows.positions, rows.slots)]
+        ints = [
+            tensor.to(torch.int32).contiguous()
+            for tensor in (rows.sequence, rows.tables, rows.first_key, rows.stop_key)
+        ]
+        sequence, tables, first_key, stop_key = ints
+        _STEP.pack_into(
+            self.words,
+            0,
+            rows.positions.shape[0],
+            longs[0].data_ptr(),
+            longs[1].data_ptr(),
+            sequence.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0) * 4,
+            first_key.data_ptr(),
+            stop_key.data_ptr(),
+        )
+        self._kept = longs + ints
+
+
+class Program(Recorded):
+    """What was recorded, with all memory that it uses."""
+
+    def __init__(self, pool: int, rows: int, width: int) -> None:
+        self._pool = pool
+        self._x = torch.zeros(rows, width)
+        self._entries: list[bytes] = []
+        self._kept: list[object] = []
+        self._buffers: list[tuple[Tensor, weakref.ref[Tensor]]] = []
+        self._steps: list[tuple[int, Step]] = []
+        self._known: dict[int, Step] = {}
+        self._results: list[Tensor] = []
+        self._list: Words | None = None
+
+    # --- while it is recorded -----------------------------------------------------------------------
+
+    def record(self, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        for number, each in enumerate(rows):
+            if id(each) not in self._known:
+                self._known[id(each)] = step = Step()
+                self._steps.append((number, step))
+        self._results = list(body(self._x))
+        self._list = Words(PROGRAM_WORDS * len(self._entries))
+        self._list.words[:] = b"".join(self._entries)
+        # The caller's rows end with its step.
+        self._known.clear()
+        self._buffers.clear()
+
+    def add(self, what: int, job: int, parameter: int, count: int = 0) -> None:
+        self._entries.append(_ENTRY.pack(what, job, parameter, count))
+
+    def job(self) -> Job:
+        job = Job()
+        self._kept.append(job)
+        return job
+
+    def keep(self, thing: object) -> None:
+        self._kept.append(thing)
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        """Memory that nobody who is recorded so far still needs: a result that `body` has dropped is free again."""
+        shape = (rows, width)
+        free = (buffer for buffer, handed in self._buffers if buffer.shape == shape and handed() is None)
+        buffer = next(free, None)
+        if buffer is None:
+            buffer = torch.empty(shape)
+            self._kept.append(buffer)
+        # Handed out as an object of its own, whose end is seen.
+        handed_out = buffer.view(shape)
+        self._buffers = [pair for pair in self._buffers if pair[0] is not buffer]
+        self._buffers.append((buffer, weakref.ref(handed_out)))
+        return handed_out
+
+    def copy(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape)
+        self.add(RUN_COPY, x.data_ptr(), out.data_ptr(), x.numel())
+        return out
+
+    def step(self, rows: AttentionRows) -> Step:
+        return self._known[id(rows)]
+
+    # --- and when it runs ---------------------------------------------------------------------------
+
+    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> list[Tensor]:
+        assert self._list is not None
+        self._x.copy_(x)
+        for number, step in self._steps:
+            step.set(rows[number])
+        ENTER.call(self._pool, self._list.address, RUN_PROGRAM, len(self._entries))
+        # The next run writes over them.
+        return [result.clone() for result in self._results]

@@ -1,0 +1,77 @@
+"""Quantised rows of a GGUF file, in the packed forms that products read directly."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from outrider.models.packed import BLOCK, Packing
+from outrider.models.weights.gguf_file import Bytes
+
+PACKINGS = {
+    Kind.Q4_0: Packing.FOUR_BITS,
+    Kind.Q4_1: Packing.FOUR_BITS,
+    Kind.Q4_K: Packing.FOUR_BITS,
+    Kind.Q5_0: Packing.EIGHT_BITS,
+    Kind.Q8_0: Packing.EIGHT_BITS,
+}
+STORED_BLOCK_BYTES = {Kind.Q4_0: 18, Kind.Q4_1: 20, Kind.Q4_K: 144, Kind.Q5_0: 22, Kind.Q8_0: 34}
+
+Floats = npt.NDArray[np.float32]
+
+
+def pack_rows(rows: Bytes, kind: Kind, destination: Tensor) -> None:
+    """Rows of stored blocks to rows of packed ones. What a number stands for stays the same to the last bit."""
+    stored = rows.reshape(-1, STORED_BLOCK_BYTES[kind])
+    packing = PACKINGS[kind]
+    if packing is Packing.EIGHT_BITS:
+        scale, numbers = _eight_bits(stored, kind)
+        parts = [_as_bytes(scale[:, None]), numbers.view(np.uint8)]
+    else:
+        scale, lowest, halves = _four_bits(stored, kind)
+        parts = [_as_bytes(np.stack([scale, lowest], axis=-1)), halves]
+    packed = np.concatenate(parts, axis=-1)
+    destination.copy_(torch.from_numpy(packed).view(destination.shape))
+
+
+def _eight_bits(stored: Bytes, kind: Kind) -> tuple[Floats, npt.NDArray[np.int8]]:
+    scale = _half(stored, 0)
+    if kind is Kind.Q8_0:
+        return scale, stored[:, 2:].view(np.int8)
+    # Q5_0: the fifth bits lie together, those of the low halves first.
+    fifth = np.unpackbits(stored[:, 2:6], axis=-1, bitorder="little")
+    numbers = np.concatenate([stored[:, 6:] & 15, stored[:, 6:] >> 4], axis=-1) | (fifth << 4)
+    return scale, numbers.astype(np.int8) - np.int8(16)
+
+
+def _four_bits(stored: Bytes, kind: Kind) -> tuple[Floats, Floats, Bytes]:
+    scale = _half(stored, 0)
+    if kind is Kind.Q4_0:
+        return scale, scale * np.float32(-8), stored[:, 2:]
+    if kind is Kind.Q4_1:
+        return scale, _half(stored, 2), stored[:, 4:]
+    return _four_bits_of_groups(stored, scale, _half(stored, 2))
+
+
+def _four_bits_of_groups(stored: Bytes, scale: Floats, lowest: Floats) -> tuple[Floats, Floats, Bytes]:
+    """Q4_K: eight blocks with 6-bit factors of a common scale and a common lowest."""
+    factors = stored[:, 4:16]
+    first, second, third = factors[:, 0:4], factors[:, 4:8], factors[:, 8:12]
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1).astype(np.float32)
+    depths = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1).astype(np.float32)
+    # 32 bytes hold two blocks, one in the low halves and one in the high ones; a packed block has its own 16 bytes.
+    pairs = stored[:, 16:].reshape(-1, 4, 1, BLOCK)
+    numbers = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(-1, BLOCK)
+    halves = numbers[:, :16] | (numbers[:, 16:] << 4)
+    return (scale[:, None] * scales).ravel(), -(lowest[:, None] * depths).ravel(), halves
+
+
+def _half(stored: Bytes, at: int) -> Floats:
+    return np.ascontiguousarray(stored[:, at : at + 2]).view(np.float16)[:, 0].astype(np.float32)
+
+
+def _as_bytes(values: Floats) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8)

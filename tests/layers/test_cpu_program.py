@@ -1,0 +1,138 @@
+"""A recorded pass through the layers computes what the calls compute one by one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.engine.tiny import tiny_model, tiny_spec
+from tests.kernels.test_packed import packed_matrix
+
+from outrider.layers.attention import AttentionRows, PagedKV
+from outrider.layers.cpu_ops import NumbaOps
+from outrider.models.decoder import Decoder, LayerKV
+from outrider.models.packed import Packing
+from outrider.models.parameters import Linear
+
+PAGES, PAGE_TOKENS = 40, 8
+
+
+class Calls(NumbaOps):
+    """Counts what is recorded, or records nothing."""
+
+    def __init__(self, *, records: bool) -> None:
+        super().__init__(threads=2)
+        self.records, self.recorded = records, 0
+
+    def record(self, x, rows, body):  # type: ignore[no-untyped-def]
+        self.recorded += 1
+        return super().record(x, rows, body) if self.records else None
+
+
+def decoder(ops: NumbaOps, **changes: object) -> Decoder:
+    spec = tiny_spec(**changes)
+    model = tiny_model(spec=spec)
+    parameters = model.parameters
+    if spec.post_norms:
+        random = torch.Generator().manual_seed(1)
+        names = ("attention_post_norm", "mlp_post_norm")
+        norms = {name: torch.rand(spec.hidden_size, generator=random) for name in names}
+        parameters = replace(parameters, layers=tuple(replace(layer, **norms) for layer in parameters.layers))
+    return Decoder(spec, parameters, ops, max_position=PAGES * PAGE_TOKENS)
+
+
+def caches(of: Decoder) -> list[PagedKV]:
+    spec = of.spec
+    random = torch.Generator().manual_seed(3)
+    shape = (PAGES, 2, spec.kv_heads, PAGE_TOKENS, spec.head_dim)
+    arenas = [torch.randn(shape, generator=random) for _ in spec.layers]
+    return [PagedKV(keys=arena[:, 0], values=arena[:, 1]) for arena in arenas]
+
+
+def rows(starts: Sequence[int], count: int, window: int | None) -> AttentionRows:
+    """`count` rows of each of some sequences, the pages of which lie one after the other."""
+    positions = torch.cat([torch.arange(start, start + count) for start in starts])
+    sequence = torch.arange(len(starts), dtype=torch.int32).repeat_interleave(count)
+    pages = (PAGES - 1) // len(starts)
+    tables = 1 + torch.arange(len(starts) * pages, dtype=torch.int32).view(len(starts), pages)
+    page = tables[sequence.long(), positions // PAGE_TOKENS].long()
+    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
+    return AttentionRows(
+        positions=positions,
+        slots=page * PAGE_TOKENS + positions % PAGE_TOKENS,
+        sequence=sequence,
+        tables=tables,
+        first_key=first.int(),
+        stop_key=(positions + 1).int(),
+        most_keys=int((positions + 1 - first).max()),
+    )
+
+
+def steps(of: Decoder) -> list[torch.Tensor]:
+    """Outputs, taps and caches of steps of various shapes; shapes come back with other rows."""
+    kv, seen = caches(of), []
+    random = torch.Generator().manual_seed(5)
+    for starts, count in (([3], 1), ([9], 4), ([4], 1), ([2, 50, 70], 2), ([30], 16), ([1, 60, 9], 2), ([290], 1)):
+        groups = {window: rows(starts, count, window) for window in {layer.window for layer in of.spec.layers}}
+        layers = [LayerKV(place, groups[layer.window]) for place, layer in zip(kv, of.spec.layers, strict=True)]
+        tokens = torch.randint(0, of.spec.vocab_size, (len(starts) * count,), generator=random)
+        hidden = of.forward(tokens, layers, taps=(0, 1))
+        seen += [hidden.final, *hidden.taps]
+    return seen + [each.keys for each in kv] + [each.values for each in kv]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"windows": (6, None, 20)}, {"post_norms": True}], ids=["plain", "windows", "post norms"]
+)
+def test_recorded_steps_are_the_same_to_the_last_bit(changes: dict[str, object]) -> None:
+    recorded, called = Calls(records=True), Calls(records=False)
+    for one, other in zip(steps(decoder(recorded, **changes)), steps(decoder(called, **changes)), strict=True):
+        assert torch.equal(one, other)
+    # One for each number of rows: 1, 4, 6 and 16.
+    assert recorded.recorded == 4
+
+
+def test_results_stay_when_the_next_step_runs() -> None:
+    of = decoder(Calls(records=True))
+    kv = caches(of)
+
+    def step(token: int) -> torch.Tensor:
+        layers = [LayerKV(place, rows([5], 1, None)) for place in kv]
+        return of.forward(torch.tensor([token]), layers).final
+
+    first = step(1)
+    kept = first.clone()
+    assert not torch.equal(step(2), kept)
+    assert torch.equal(first, kept)
+
+
+def test_memory_is_used_again_within_a_pass() -> None:
+    """Results of a layer are gone when the next one runs, so 12 layers need no more than 3."""
+    sizes = []
+    for count in (3, 12):
+        of = decoder(Calls(records=True), windows=(None,) * count)
+        layers = [LayerKV(place, rows([5], 1, None)) for place in caches(of)]
+        of.forward(torch.tensor([1]), layers)
+        ((program, _layers),) = of._recorded.values()
+        sizes.append(sum(isinstance(kept, torch.Tensor) and kept.shape[0] == 1 for kept in program._kept))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_packed_model_runs_through_all_layers() -> None:
+    """Packed and written out, recorded and called: one result."""
+    plain = decoder(Calls(records=False))
+    matrices = {
+        "qkv": packed_matrix(Packing.FOUR_BITS, *plain.parameters.layers[0].qkv.weight.shape),
+        "out": packed_matrix(Packing.EIGHT_BITS, *plain.parameters.layers[0].out.weight.shape),
+    }
+    results = []
+    for records in (True, False):
+        for packed in (True, False):
+            linears = {name: Linear(weight=matrix if packed else matrix.expand()) for name, matrix in matrices.items()}
+            layers = tuple(replace(layer, **linears) for layer in plain.parameters.layers)
+            parameters = replace(plain.parameters, layers=layers)
+            results.append(
+                steps(Decoder(plain.spec, parameters, Calls(records=records), max_position=PAGES * PAGE_TOKENS))
+            )
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
