@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,8 @@ from outrider.training.corpus import (
     write_note,
     write_shard,
 )
-from outrider.training.make_corpus import CorpusSettings, write_conversations, write_greedy_answers
+from outrider.training.generate import Lockstep
+from outrider.training.make_corpus import CorpusSettings, make_openings, write_conversations, write_greedy_answers
 from outrider.training.pooling import StreamSource, best_tokens
 from outrider.training.prompts import ChatText, PromptLine, read_prompts
 from outrider.training.run import train_for
@@ -84,6 +87,70 @@ def test_answers_are_what_the_target_would_say(tmp_path: Path) -> None:
     ends = streams.roles.argmax(axis=1)
     assert {tuple(row[:end].tolist()) for row, end in zip(streams.tokens, ends, strict=True)} <= known
     assert read_note(tmp_path) == CorpusNote(source="us", written_by=tiny_target().name)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers and invented questions are x until the next position that is a multiple of 5."""
+
+    def sample(lockstep: Lockstep, logits: torch.Tensor) -> torch.Tensor:
+        (letter,) = chat_text().tokenizer.encode("x", add_special_tokens=False)
+        ends = int(lockstep.position + 1) % 5 == 0
+        return torch.full((len(logits),), lockstep.conversation.end if ends else letter)
+
+    monkeypatch.setattr(Lockstep, "_sample", sample)
+
+
+@pytest.mark.usefixtures("brief")
+def test_given_turns_are_asked_before_any_is_invented(tmp_path: Path) -> None:
+    settings = CorpusSettings(output=tmp_path, length=80, streams=2)
+    given = [("hello", "and then?", "why"), ("7+5", "really?"), ("ab",)]
+    prompts = [PromptLine(turns=turns, category="y") for turns in given]
+    text = chat_text()
+    write_conversations(settings, tiny_target(), text, prompts, quiet)
+    streams = read_corpus(tmp_path, vocab_size=256)
+    assert len(streams) == 3
+    for turns in given:
+        rows = [row for row in zip(streams.tokens, streams.roles, strict=True) if begins(row[0], f"u{turns[0]}|a")]
+        ((tokens, roles),) = rows
+        said = text.tokenizer.decode(tokens.tolist())
+        parts = said.split("|")
+        assert tuple(part[1:] for part in parts[::2][: len(turns)]) == turns
+        # Then they are invented, and answers stand between all of them.
+        assert set(parts[::2][len(turns)]) == {"u", "x"}
+        assert all(re.fullmatch("ax*", part) for part in parts[1::2])
+        answers = [match.span(1) for match in re.finditer(r"a(x*\|?)", re.sub(r"u[^|]*", hidden, said))]
+        wanted = np.zeros(len(tokens), dtype=bool)
+        for start, stop in answers:
+            wanted[start:stop] = True
+        assert np.array_equal(roles, wanted)
+
+
+def begins(tokens: np.ndarray, text: str) -> bool:
+    return chat_text().tokenizer.decode(tokens.tolist()).startswith(text)
+
+
+def hidden(question: re.Match[str]) -> str:
+    return "?" * len(question[0])
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_share_of_the_conversations_begins_with_an_invented_question(tmp_path: Path) -> None:
+    text = chat_text()
+    prompts = [PromptLine(turns=(f"prompt {number}",), category="y") for number in range(10)]
+    settings = CorpusSettings(output=tmp_path, length=40, count=20, invented=0.5)
+    openings = make_openings(settings, text, prompts)
+    own = [one for one in openings if one.invents]
+    assert 4 < len(own) < 16
+    assert {tuple(one.ids) for one in own} == {tuple(text.tokenizer.encode("u", add_special_tokens=False))}
+    # Every prompt comes before any comes again.
+    rest = [tuple(one.ids) for one in openings if not one.invents][:10]
+    assert len(set(rest)) == len(rest)
+    write_conversations(replace(settings, invented=1.0, count=2), tiny_target(), text, prompts, quiet)
+    for tokens in read_corpus(tmp_path, vocab_size=256).tokens:
+        assert begins(tokens, "uxxxx|axxx|uxxx|axxx|")
+    with pytest.raises(ConfigError, match="share between 0 and 1"):
+        replace(settings, invented=1.5)
 
 
 def test_greedy_answers_have_a_category_each_and_end_in_time(tmp_path: Path) -> None:

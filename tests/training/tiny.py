@@ -13,7 +13,7 @@ from outrider.models.load import LoadedModel
 from outrider.training.checkpoint import load_state
 from outrider.training.corpus import Streams, write_shard
 from outrider.training.drafts import DraftPlan, TokenChoices, choose_tokens, make_plan
-from outrider.training.generate import Conversation, Lockstep
+from outrider.training.generate import Conversation, Lockstep, Opening
 from outrider.training.pooling import StreamSource
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target
@@ -45,7 +45,7 @@ def greedy_streams(count: int, seed: int = 0, temperature: float = 0.0) -> Strea
     """Prompts and the target's own answers, to the stream's end."""
     conversation = Conversation(end=END, to_question=(), to_answer=(), single=True)
     lockstep = Lockstep(tiny_target(), streams=count, length=LENGTH, conversation=conversation, seed=seed)
-    return lockstep.run(random_prompts(count, seed), [temperature] * count)
+    return lockstep.run([Opening(ids=ids, temperature=temperature) for ids in random_prompts(count, seed)])
 
 
 def write_corpus(directory: Path, count: int = 8, seed: int = 0) -> Path:

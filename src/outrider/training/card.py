@@ -106,12 +106,13 @@ def _note(note: CorpusNote) -> str:
 
 def _recipe(settings: TrainSettings, facts: RunFacts) -> str:
     aim = f", {settings.distil:.0%} of the aim its whole distribution" if settings.distil else ""
+    begun = "" if settings.init is None else "; begun with the weights of an earlier drafter"
     weights = f"exp(-(j-1)/{settings.gamma:g})" if settings.weighting == "decay" else "D-PACE"
     return (
         f"`outrider train {settings.method}`: {facts.steps:,} steps, {facts.seconds / 60:.1f} minutes on "
         f"{facts.device}; {settings.batch_streams} streams × {settings.anchors} random anchors × {settings.k} "
         f"drafts per step, labels are the target's most likely tokens{aim}; {settings.optimiser}, learning rate "
-        f"{settings.lr:g}, weights {weights}."
+        f"{settings.lr:g}, weights {weights}{begun}."
     )
 
 

@@ -5,7 +5,8 @@ step is always the same sequence of kernels and can be replayed as a CUDA graph:
 
     prompt ──► answer ──► bridge ──► question ──► bridge ──► answer ──► …
 
-Prompts and bridges (the tokens between turns) are given; answers and questions are sampled until an end token.
+Prompts and bridges (the tokens between turns) are given, and so may be the next few questions; answers and further
+questions are sampled until an end token. A stream may also begin with a question of the target's own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,19 @@ class Conversation:
     """Stop after the first answer; the rest of the stream is filled with the end token."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """How one conversation begins."""
+
+    ids: Sequence[int]
+    temperature: float = 0.0
+    """Of the answers."""
+    invents: bool = False
+    """The ids lead up to a question, which the target invents."""
+    turns: Sequence[Sequence[int]] = ()
+    """What is said between answers for as long as these last: from behind an answer's end to the next answer."""
+
+
 class Lockstep:
     """A fixed number of streams of a fixed length, with their keys and values."""
 
@@ -60,6 +74,13 @@ class Lockstep:
         self.mode = torch.zeros(streams, dtype=torch.int64, device=device)
         self.given = torch.zeros(streams, dtype=torch.int64, device=device)
         """How many tokens of a bridge have been placed."""
+        self.invents = torch.zeros(streams, dtype=torch.bool, device=device)
+        self.script = torch.zeros(streams, length, dtype=torch.int64, device=device)
+        """Turns that are given, one behind the other."""
+        self.turn_ends = torch.zeros(streams, length, dtype=torch.bool, device=device)
+        self.said = torch.zeros(streams, dtype=torch.int64, device=device)
+        """How much of the script has been placed, and next how much there is."""
+        self.script_stop = torch.zeros(streams, dtype=torch.int64, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self._bridges = [torch.tensor(bridge, device=device) for bridge in self._bridge_ids()]
         # Constants as tensors of the device: nothing may be copied to it while a graph is captured.
@@ -79,19 +100,32 @@ class Lockstep:
         return conversation.to_question or (conversation.end,), conversation.to_answer or (conversation.end,)
 
     @torch.no_grad()
-    def run(
-        self, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], *, steps: int | None = None
-    ) -> Streams:
-        """One stream per prompt; prompts must leave room for an answer."""
-        assert len(prompts) == self.streams == len(temperatures)
+    def run(self, openings: Sequence[Opening], *, steps: int | None = None) -> Streams:
+        """One stream per opening; openings must leave room for an answer."""
+        assert len(openings) == self.streams
         table = np.zeros((self.streams, self.length + 1), dtype=np.int64)
-        for number, prompt in enumerate(prompts):
-            assert 0 < len(prompt) < self.length
-            table[number, : len(prompt)] = prompt
+        script = np.zeros((self.streams, self.length), dtype=np.int64)
+        turn_ends = np.zeros((self.streams, self.length), dtype=np.bool_)
+        script_stop = np.zeros(self.streams, dtype=np.int64)
+        for number, opening in enumerate(openings):
+            assert 0 < len(opening.ids) < self.length
+            table[number, : len(opening.ids)] = opening.ids
+            for turn in opening.turns:
+                start, stop = script_stop[number], script_stop[number] + len(turn)
+                if stop > self.length:
+                    break
+                script[number, start:stop] = turn
+                turn_ends[number, stop - 1] = True
+                script_stop[number] = stop
         self.tokens.copy_(torch.from_numpy(table))
+        self.script.copy_(torch.from_numpy(script))
+        self.turn_ends.copy_(torch.from_numpy(turn_ends))
+        self.script_stop.copy_(torch.from_numpy(script_stop))
+        self.said.zero_()
         self.roles.zero_()
-        self.prompt_stop.copy_(torch.tensor([len(prompt) for prompt in prompts]))
-        self.temperature.copy_(torch.tensor(temperatures, dtype=torch.float32))
+        self.prompt_stop.copy_(torch.tensor([len(opening.ids) for opening in openings]))
+        self.temperature.copy_(torch.tensor([opening.temperature for opening in openings], dtype=torch.float32))
+        self.invents.copy_(torch.tensor([opening.invents for opening in openings]))
         self.mode.zero_()
         self.given.zero_()
         self.position.zero_()
@@ -110,7 +144,7 @@ class Lockstep:
         self._graphs[reach].replay()
 
     def _capture(self, reach: int) -> None:
-        state = (self.tokens, self.roles, self.mode, self.given, self.position)
+        state = (self.tokens, self.roles, self.mode, self.given, self.said, self.position)
         before = [tensor.clone() for tensor in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -141,7 +175,6 @@ class Lockstep:
         target, spec = self.target, self.target.spec
         x = target.embed(tokens)
         place = self.position.view(1)
-        unseen = torch.arange(reach, device=x.device) > self.position
         for number, (layer, parameters) in enumerate(zip(spec.layers, target.parameters.layers, strict=True)):
             assert isinstance(parameters.mlp, DenseMLP)
             weights = tensors_of(parameters)
@@ -152,9 +185,7 @@ class Lockstep:
             values.index_copy_(2, place, v.transpose(1, 2))
             # Query heads that share a key head become its rows.
             grouped = q.view(self.streams, spec.kv_heads, -1, spec.head_dim)
-            scores = (grouped * spec.score_scale) @ keys[:, :, :reach].mT
-            shares = torch.softmax(scores.float().masked_fill(unseen, float("-inf")), dim=-1)
-            attended = (shares.to(x.dtype) @ values[:, :, :reach]).flatten(1)
+            attended = attend_one(grouped * spec.score_scale, keys, values, self.position, reach).flatten(1)
             x = after_attention(x, attended, weights, spec)
         return wide_logits(OPS.norm(x, target.parameters.final_norm, spec.norm_eps), target.head)
 
@@ -172,10 +203,14 @@ class Lockstep:
         at = behind.view(1, 1).expand(self.streams, 1)
         prompt = self.tokens.gather(1, at)[:, 0]
         to_question, to_answer = self._bridges
-        # The token behind the prompt's last is the answer's first.
-        mode = torch.where((mode == PROMPT) & (behind >= self.prompt_stop), modes[ANSWER], mode)
+        # The token behind the prompt's last is the first of what comes next.
+        first = torch.where(self.invents, modes[QUESTION], modes[ANSWER])
+        mode = torch.where((mode == PROMPT) & (behind >= self.prompt_stop), first, mode)
+        scripted = (mode == TO_QUESTION) & (self.said < self.script_stop)
+        line = self.said.clamp(max=self.length - 1)[:, None]
         token = torch.where(mode == PROMPT, prompt, sampled)
         token = torch.where(mode == TO_QUESTION, to_question[self.given.clamp(max=len(to_question) - 1)], token)
+        token = torch.where(scripted, self.script.gather(1, line)[:, 0], token)
         token = torch.where(mode == TO_ANSWER, to_answer[self.given.clamp(max=len(to_answer) - 1)], token)
         token = torch.where(mode == IDLE, self._end, token)
         self.tokens.scatter_(1, at, token[:, None])
@@ -185,25 +220,31 @@ class Lockstep:
         after = IDLE if conversation.single else TO_QUESTION
         mode = torch.where((mode == ANSWER) & ended, modes[after], mode)
         mode = torch.where((mode == QUESTION) & ended, modes[TO_ANSWER], mode)
-        mode = torch.where((mode == TO_QUESTION) & (given == len(to_question)), modes[QUESTION], mode)
+        mode = torch.where((mode == TO_QUESTION) & ~scripted & (given == len(to_question)), modes[QUESTION], mode)
+        mode = torch.where(scripted & self.turn_ends.gather(1, line)[:, 0], modes[ANSWER], mode)
+        self.said += scripted
         mode = torch.where((mode == TO_ANSWER) & (given == len(to_answer)), modes[ANSWER], mode)
         self.given.copy_(torch.where((mode == QUESTION) | (mode == ANSWER), self._zero, given))
         self.mode.copy_(mode)
 
 
-def generate_corpus(
-    lockstep: Lockstep,
-    prompts: Sequence[Sequence[int]],
-    temperatures: Sequence[float],
-    *,
-    each: Callable[[Streams, int], None],
-) -> None:
-    """All prompts, a lockstep's worth at a time; `each` takes what is done and how many prompts are left."""
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, reach: int) -> Tensor:
+    """One row per query head, [streams, key heads, rows, head_dim], over the keys up to `position`, which is < reach.
+
+    `q` is scaled; keys and values: [streams, key heads, length, head_dim].
+    """
+    unseen = torch.arange(reach, device=q.device) > position
+    scores = q @ keys[:, :, :reach].mT
+    shares = torch.softmax(scores.float().masked_fill(unseen, float("-inf")), dim=-1)
+    return shares.to(q.dtype) @ values[:, :, :reach]
+
+
+def generate_corpus(lockstep: Lockstep, openings: Sequence[Opening], *, each: Callable[[Streams, int], None]) -> None:
+    """All of them, a lockstep's worth at a time; `each` takes what is done and how many openings are left."""
     size = lockstep.streams
-    for start in range(0, len(prompts), size):
-        part, heat = list(prompts[start : start + size]), list(temperatures[start : start + size])
+    for start in range(0, len(openings), size):
+        part = list(openings[start : start + size])
         real = len(part)
         part += part[:1] * (size - real)
-        heat += heat[:1] * (size - real)
-        streams = lockstep.run(part, heat)
-        each(streams[slice(0, real)], len(prompts) - start - real)
+        streams = lockstep.run(part)
+        each(streams[slice(0, real)], len(openings) - start - real)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from outrider.errors import ConfigError
 from outrider.training.corpus import NOTE_FILE, CorpusNote, Streams, write_note, write_shard
 from outrider.training.evaluate import CATEGORIES_FILE
-from outrider.training.generate import Conversation, Lockstep, generate_corpus
+from outrider.training.generate import Conversation, Lockstep, Opening, generate_corpus
 from outrider.training.prompts import ChatText, PromptLine
 from outrider.training.target import Target
 
@@ -34,6 +34,8 @@ class CorpusSettings:
     temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.8), (0.6, 0.2))
     """(temperature, share of the conversations)"""
     question_temperature: float = 0.8
+    invented: float = 0.0
+    """Share of the conversations that begin with a question of the target's own instead of a prompt."""
     seed: int = 0
     minutes: float | None = None
     """Start no further batch after that."""
@@ -48,15 +50,25 @@ class CorpusSettings:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if not self.temperatures or any(heat < 0 or share <= 0 for heat, share in self.temperatures):
             raise ConfigError("temperatures are pairs of a temperature of at least 0 and a share of more than 0")
+        if not 0.0 <= self.invented <= 1.0:
+            raise ConfigError(f"invented is a share between 0 and 1, got {self.invented}")
 
 
-def conversation_of(text: ChatText, *, question_temperature: float, single: bool) -> Conversation:
-    """The tokens between turns, read off the chat template with a conversation of our own."""
-    if not text.eos_ids:
-        raise ConfigError("the model has no end token, so its answers would not end")
-    end = text.eos_ids[0]
-    if single:
-        return Conversation(end=end, to_question=(), to_answer=(), single=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnTexts:
+    """What a chat template writes around turns."""
+
+    before: str
+    """In front of the first question."""
+    to_question: str
+    """From behind an answer's end token to the next question, and next from behind that question to the answer."""
+    to_answer: str
+    end: str
+    """The end token, which the turn before has already brought."""
+
+
+def turn_texts(text: ChatText) -> TurnTexts:
+    """Read off the chat template with a conversation of our own."""
     question, answer, second = PROBE
     first = [{"role": "user", "content": question}]
     both = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": second}]
@@ -65,19 +77,61 @@ def conversation_of(text: ChatText, *, question_temperature: float, single: bool
     rest = whole.removeprefix(opening)
     to_question, found, to_answer = rest.partition(second)
     to_question = to_question.removeprefix(answer)
-    end_text = text.tokenizer.token(end) or ""
-    if not found or rest == whole or not to_question.startswith(end_text) or not to_answer.startswith(end_text):
+    end = text.tokenizer.token(text.eos_ids[0]) or ""
+    if not found or rest == whole or not to_question.startswith(end) or not to_answer.startswith(end):
         raise ConfigError("the chat template does not lay turns out one behind the other; write single answers instead")
+    return TurnTexts(
+        before=opening.partition(question)[0], to_question=to_question.removeprefix(end), to_answer=to_answer, end=end
+    )
 
-    def bridge(part: str) -> tuple[int, ...]:
-        return tuple(text.tokenizer.encode(part.removeprefix(end_text), add_special_tokens=False))
 
+def conversation_of(text: ChatText, *, question_temperature: float, single: bool) -> Conversation:
+    """The tokens between turns."""
+    if not text.eos_ids:
+        raise ConfigError("the model has no end token, so its answers would not end")
+    end = text.eos_ids[0]
+    if single:
+        return Conversation(end=end, to_question=(), to_answer=(), single=True)
+    texts = turn_texts(text)
     return Conversation(
         end=end,
-        to_question=bridge(to_question),
-        to_answer=bridge(to_answer),
+        to_question=tuple(_ids(text, texts.to_question)),
+        to_answer=tuple(_ids(text, texts.to_answer.removeprefix(texts.end))),
         question_temperature=question_temperature,
     )
+
+
+def _ids(text: ChatText, part: str) -> list[int]:
+    return text.tokenizer.encode(part, add_special_tokens=False)
+
+
+def make_openings(settings: CorpusSettings, text: ChatText, prompts: list[PromptLine]) -> list[Opening]:
+    """In the order in which they are written; every prompt comes before any comes again."""
+    random = np.random.Generator(np.random.PCG64(settings.seed))
+    texts = turn_texts(text)
+    encoded = [
+        Opening(
+            ids=text.encode([{"role": "user", "content": line.turns[0]}]),
+            turns=[_ids(text, f"{texts.to_question}{turn}{texts.to_answer}") for turn in line.turns[1:]],
+        )
+        for line in prompts
+    ]
+    encoded = [one for one in encoded if len(one.ids) <= settings.length * PROMPT_SHARE]
+    if not encoded:
+        raise ConfigError(f"every prompt is too long for streams of {settings.length} tokens")
+    wanted = settings.count or len(encoded)
+    order = np.concatenate([random.permutation(len(encoded)) for _ in range(-(-wanted // len(encoded)))])[:wanted]
+    heats, shares = zip(*settings.temperatures, strict=True)
+    chosen = random.choice(heats, size=wanted, p=np.array(shares) / sum(shares))
+    invents = random.random(wanted) < settings.invented
+    own = Opening(ids=_ids(text, texts.before), invents=True)
+    if settings.invented and not own.ids:
+        raise ConfigError("the chat template writes nothing in front of a question, so none can be invented")
+    # Prompts that an invented question stands in for are not lost: the next conversation has them.
+    turn = np.cumsum(~invents) - 1
+    return [
+        replace(own if invents[i] else encoded[order[turn[i]]], temperature=float(chosen[i])) for i in range(wanted)
+    ]
 
 
 def write_conversations(
@@ -85,21 +139,13 @@ def write_conversations(
 ) -> int:
     """How many streams were written."""
     conversation = conversation_of(text, question_temperature=settings.question_temperature, single=False)
-    random = np.random.Generator(np.random.PCG64(settings.seed))
-    encoded = [text.encode([{"role": "user", "content": line.turns[0]}]) for line in prompts]
-    encoded = [ids for ids in encoded if len(ids) <= settings.length * PROMPT_SHARE]
-    if not encoded:
-        raise ConfigError(f"every prompt is too long for streams of {settings.length} tokens")
-    wanted = settings.count or len(encoded)
-    order = np.concatenate([random.permutation(len(encoded)) for _ in range(-(-wanted // len(encoded)))])[:wanted]
-    heats, shares = zip(*settings.temperatures, strict=True)
-    chosen = random.choice(heats, size=wanted, p=np.array(shares) / sum(shares))
+    openings = make_openings(settings, text, prompts)
     if settings.source or settings.licence or not (settings.output / NOTE_FILE).exists():
         note = CorpusNote(source=settings.source, licence=settings.licence, written_by=target.name)
         write_note(settings.output, note)
     lockstep = Lockstep(
         target,
-        streams=min(settings.streams, wanted),
+        streams=min(settings.streams, len(openings)),
         length=settings.length,
         conversation=conversation,
         seed=settings.seed,
@@ -120,7 +166,7 @@ def write_conversations(
             raise _TimeIsUp
 
     try:
-        generate_corpus(lockstep, [encoded[i] for i in order], [float(heat) for heat in chosen], each=each)
+        generate_corpus(lockstep, openings, each=each)
     except _TimeIsUp:
         report("time is up")
     return written
@@ -151,7 +197,7 @@ def write_greedy_answers(
         lockstep = Lockstep(
             target, streams=len(room), length=settings.length, conversation=conversation, seed=settings.seed
         )
-        streams = lockstep.run([ids for _, _, ids in room], [0.0] * len(room))
+        streams = lockstep.run([Opening(ids=ids) for _, _, ids in room])
         roles = streams.roles.copy()
         for number, (line, history, ids) in enumerate(room):
             roles[number, len(ids) + tokens :] = False

@@ -15,6 +15,7 @@ from outrider.training.corpus import read_note, shared_prompts
 from outrider.training.drafts import TokenChoices, choose_tokens, make_plan
 from outrider.training.evaluate import Evaluation, as_json, describe, read_evaluation
 from outrider.training.export import export_drafter
+from outrider.training.initial import open_initial
 from outrider.training.pooling import StreamSource
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target, load_target
@@ -74,6 +75,8 @@ def refuse_missing(settings: TrainSettings) -> None:
     for path in settings.data:
         if not path.exists() and not settings.watch:
             raise ConfigError(f"{path} does not exist; make a corpus first: outrider train corpus --output {path}")
+    if settings.init is not None and not settings.init.is_dir():
+        raise ConfigError(f"{settings.init} is no directory; --init takes a drafter that was exported before")
     answers = settings.evaluation
     if answers is not None and not answers.exists():
         raise ConfigError(f"{answers} does not exist; make it first: outrider train held-out --output {answers}")
@@ -97,7 +100,10 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     if settings.evaluation is not None:
         given = read_evaluation(settings.evaluation, vocab_size=vocab_size, length=length)
     state = None if fresh else load_state(settings.output)
-    if state is None:
+    initial = open_initial(settings, target) if state is None and settings.init is not None else None
+    if initial is not None:
+        choices = initial.choices
+    elif state is None:
         choices = choose_tokens(settings, source.streams, vocab_size)
     else:
         choices = TokenChoices.from_state(state["choices"])
@@ -113,7 +119,10 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     if state is not None:
         trainer.resume(state)
         report(f"goes on from step {trainer.step:,}")
-    elif fresh:
+    elif initial is not None:
+        trainer.start_from(initial.weights_for(plan))
+        report(f"begins with the weights of {settings.init}")
+    if fresh:
         (settings.output / STATE_FILE).unlink(missing_ok=True)
     held_out, categories = given or (source.held_out, ["held out"] * len(source.held_out))
     evaluation: Evaluation | None = None

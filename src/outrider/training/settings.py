@@ -23,6 +23,8 @@ class TrainSettings:
     steps: int | None = None
     evaluation: Path | None = None
     """A corpus of greedy answers that is never trained on; without it a slice of the data is held out."""
+    init: Path | None = None
+    """An exported drafter of the same shape, whose weights and tokens a new run begins with."""
     watch: bool = False
     """Data may grow: directories are read again whenever fresh streams are wanted."""
 

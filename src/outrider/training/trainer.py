@@ -106,10 +106,12 @@ class Trainer:
         self._pool = self._counts = None
         self._members = members
         if self.scale is None:
-            few = self.source.streams[members[: self.settings.batch_streams]]
-            self.scale = tap_scale(self.target, few, self.plan.taps)
+            self.scale = self._scale_on(self.source.streams[members[: self.settings.batch_streams]])
         self._pool = self.pool_of(self.source.streams[members])
         self._counts = known_counts(self._pool, self.network.k)
+
+    def _scale_on(self, few: Streams) -> Tensor:
+        return tap_scale(self.target, few, self.plan.taps)
 
     def pool_of(self, streams: Streams) -> Pool:
         assert self.scale is not None
@@ -288,6 +290,13 @@ class Trainer:
                 "elapsed_s": self.elapsed_s,
             },
         )
+
+    def start_from(self, weights: dict[str, Tensor]) -> None:
+        """Begin with exported weights, into which the taps' scale was folded."""
+        self.scale = self._scale_on(self.source.trained[slice(0, self.settings.batch_streams)])
+        self.network.load_state_dict(weights)
+        fuse = self.network.get_parameter("fc.weight")
+        fuse.data.div_(self.scale.to(fuse.dtype))
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of this run."""

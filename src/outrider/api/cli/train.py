@@ -26,8 +26,9 @@ TRAIN_HELP = (
 )
 CORPUS_HELP = (
     "Let the target write conversations to train on.\n\n"
-    "Every prompt begins a conversation of one length in tokens. The target answers, invents the next question, and so "
-    "on until the stream is full. What an earlier call wrote into the directory stays; new streams are added."
+    "Every prompt begins a conversation of one length in tokens. The target answers, invents the next question where "
+    "the line gives none, and so on until the stream is full. What an earlier call wrote into the directory stays; new "
+    "streams are added."
 )
 HELD_OUT_HELP = (
     "Let the target answer prompts greedily, to measure acceptance with [bold]--evaluation[/bold].\n\n"
@@ -79,6 +80,9 @@ def corpus(
         str, typer.Option(help="Temperatures of answers, each with its share of the conversations.")
     ] = "0:0.8,0.6:0.2",
     question_temperature: Annotated[float, typer.Option(help="Temperature of invented questions.")] = 0.8,
+    invented: Annotated[
+        float, typer.Option(help="Share of the conversations that begin with a question of the target's own.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the prompts' order and of sampling.")] = 0,
     source: Annotated[
         str | None, typer.Option(help="Where the prompts come from, for the model card of what is trained on them.")
@@ -96,6 +100,7 @@ def corpus(
         minutes=minutes,
         temperatures=temperature_shares(temperatures),
         question_temperature=question_temperature,
+        invented=invented,
         seed=seed,
         source=source,
         licence=licence,

@@ -33,6 +33,10 @@ class TrainOptions:
         float | None, typer.Option(help="Train for so long; the learning rate falls until then.", rich_help_panel=RUN)
     ] = None
     steps: Annotated[int | None, typer.Option(help="Train for so many steps instead.", rich_help_panel=RUN)] = None
+    init: Annotated[
+        Path | None,
+        typer.Option(help="Begin with the weights of this exported drafter of the same shape.", rich_help_panel=RUN),
+    ] = None
     seed: Annotated[int, typer.Option(rich_help_panel=RUN, help="Seed of weights, order and anchors.")] = 0
     log_every: Annotated[int, typer.Option(rich_help_panel=RUN, help="Steps between two lines of progress.")] = 100
     evaluate_every_s: Annotated[float, typer.Option(rich_help_panel=RUN, help="Seconds between evaluations.")] = 60.0
