@@ -30,7 +30,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 4
     """Most drafts per step and request; fewer are proposed near limits and under load."""
     model: str | None = None
-    """The drafter's checkpoint, for methods that have one."""
+    """The drafter's checkpoint, for methods that have one; None: the one that is made for the target, if any."""
     num_hidden_layers: int | None = None
     """Use only so many layers of the draft model's checkpoint."""
     prompt_lookup_min: int = 2
@@ -85,7 +85,8 @@ class EngineConfig:
     sanitizer_level: str = "plan"
     """plan checks tables and intervals; bytes also checksums published pages and verifies them when they are hit."""
     expand_weights: bool = False
-    """Write quantised weights out in memory although the CPU kernels can read them packed. Same results, slower."""
+    """Write weights out in memory although the CPU kernels can read them as they are stored, quantised or of 16 bits.
+    Same results, slower."""
     num_threads: int | None = None
     """Threads of CPU kernels; None: one for each core this process may use."""
     ops: str = "auto"

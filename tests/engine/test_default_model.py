@@ -64,7 +64,7 @@ QUESTIONS = (
 @cache
 def model() -> LoadedModel:
     """As an engine loads it: packed."""
-    return load_model(DEFAULT_MODEL, dtype=torch.float32, packed=True)
+    return load_model(DEFAULT_MODEL, dtype=torch.float32, as_stored=True)
 
 
 @cache

@@ -150,3 +150,24 @@ def test_a_row_without_keys_gives_zeros(ops: NumbaOps) -> None:
     out = ops.attend(_qkv(settings, 2), settings, kv, step)
     assert out[0].abs().sum() > 0
     assert not out[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_keys_and_values_alone_are_stored_as_attention_stores_them(
+    ops: NumbaOps, dtype: torch.dtype, head_norms: bool
+) -> None:
+    of = layer(_generator(), head_norms=head_norms)
+    kv = pages(_generator(), of, pages=9, page_tokens=4, dtype=dtype)
+    places = rows(_generator(), [(0, 5, 0, 6), (0, 6, 0, 7), (1, 3, 0, 4), (1, 4, 0, 5)], page_tokens=4, page_count=9)
+    qkv, pair = _qkv(of, 4), 2 * of.kv_heads * of.head_dim
+    stored, attended, plain = copied(kv), copied(kv), copied(kv)
+    # A part of wider rows, as a drafter has it.
+    ops.store(qkv[:, -pair:], of, stored, places)
+    ops.attend(qkv, of, attended, places)
+    PLAIN.store(qkv[:, -pair:], of, plain, places)
+    assert torch.equal(stored.keys, attended.keys)
+    assert torch.equal(stored.values, attended.values)
+    assert near(stored.keys, plain.keys, 1e-2 if dtype == torch.bfloat16 else 2e-5)
+    assert torch.equal(stored.values, plain.values)
+    assert not torch.equal(stored.keys, kv.keys)

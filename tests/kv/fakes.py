@@ -39,6 +39,7 @@ def drafter(
     slot_bytes: int = 1,
     max_len: int | None = None,
     fingerprint: str = "",
+    block_rows: int = 0,
 ) -> KVFootprint:
     """The declared footprint of a method; one full draft group unless told otherwise."""
     owned = groups or (full("draft", page=page, slot_bytes=slot_bytes),)
@@ -47,6 +48,7 @@ def drafter(
         taps=(1, 2) if method in METHODS_WITH_TAPS else (),
         max_len=max_len,
         fingerprint=fingerprint,
+        block_rows=block_rows,
     )
     return footprint_for(method, shape)
 

@@ -98,6 +98,26 @@ def test_scratch_of_three_drafts_lies_where_the_method_writes(method: str, scrat
     assert drafter(method).scratch(40, 3) == scratch
 
 
+@pytest.mark.parametrize("k", NUMBERS)
+def test_a_block_of_few_drafts_has_the_rows_it_was_trained_with(k: int) -> None:
+    """Everything that a block costs and writes follows from its rows, not from what is taken of it."""
+    footprint, rows = drafter("dflash", block_rows=6), max(k + 1, 6)
+    assert footprint.passes(k) == 1
+    assert footprint.query_len(k) == footprint.draft_rows(k) == rows
+    assert footprint.scratch_ahead(k) == footprint.slots_written(k) == rows
+    assert footprint.scratch(40, k) == Interval(40, 40 + rows)
+    assert footprint.reserve_end(v=40, k=k) == 40 + rows
+
+
+def test_a_block_ends_at_the_drafters_limit() -> None:
+    footprint = drafter("dflash", max_len=100, block_rows=6)
+    for v, k, rows in ((93, 3, 6), (94, 3, 6), (95, 3, 5), (96, 3, 4), (97, 2, 3), (98, 1, 2), (99, 0, 0)):
+        assert footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=9) == k
+        assert footprint.scratch(v, k).size == rows
+        assert footprint.scratch(v, k).end <= footprint.reserve_end(v=v, k=k) <= 100
+    assert footprint.scratch_ahead(0) == 0
+
+
 def test_reservation_without_proposing_still_holds_the_durable_lead() -> None:
     assert drafter("draft_model").reserve_end(v=16, k=0) == 17
     assert drafter("eagle").reserve_end(v=16, k=0) == 16
@@ -223,12 +243,15 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("a block that keeps", IN_BLOCKS | {"keeps_accepted": True}, ("masks", "keeps_accepted=False")),
     ("taps and keeps", FROM_TAPS | {"keeps_accepted": True}, ("taps", "keeps_accepted=False")),
     ("a block without the bonus slot", IN_BLOCKS | {"scratch_extra": 0}, ("scratch_ahead(1)", "raise scratch_extra")),
+    ("rows of a block in a chain", FROM_TAPS | {"block_rows": 4}, ("block_rows is 4", "blocks")),
+    ("fewer rows than none", IN_BLOCKS | {"block_rows": -1}, ("block_rows", "-1")),
     ("passes without groups", {"proposing": Proposing.CHAIN}, ("chain", "declare the groups")),
     ("a block without groups", {"proposing": Proposing.BLOCK}, ("block", "declare the groups")),
 ] + [
     (f"{field} without groups", {"proposing": Proposing.LOOKUP, field: value}, (field, "no groups"))
     for field, value in {
         "scratch_extra": 1,
+        "block_rows": 1,
         "durable_lead": 1,
         "token_reach": 1,
         "taps": (3,),

@@ -112,7 +112,7 @@ def test_a_packed_model_is_the_model_written_out(kind: Kind, family: str, tmp_pa
     model = tiny_model(family, intermediate_size=64)
     tensors = quantised(gguf_tensors(model, interleaved=True), kind)
     path = write_gguf(tmp_path / "tiny.gguf", "llama", gguf_metadata(model, "llama"), tensors)
-    packed = load_model(str(path), dtype=torch.float32, packed=True).parameters
+    packed = load_model(str(path), dtype=torch.float32, as_stored=True).parameters
     whole = load_model(str(path), dtype=torch.float32).parameters
     assert isinstance(packed.embedding, PackedMatrix)
     assert isinstance(packed.layers[0].qkv.weight, PackedMatrix)
@@ -136,7 +136,7 @@ def test_a_matrix_of_differently_stored_parts_is_written_out(tmp_path: Path) -> 
     finer = quantised(gguf_tensors(model, interleaved=True), Kind.Q5_1)
     tensors |= {name: tensor for name, tensor in finer.items() if "attn_v" in name}
     path = write_gguf(tmp_path / "tiny.gguf", "llama", gguf_metadata(model, "llama"), tensors)
-    packed = load_model(str(path), dtype=torch.float32, packed=True).parameters
+    packed = load_model(str(path), dtype=torch.float32, as_stored=True).parameters
     whole = load_model(str(path), dtype=torch.float32).parameters
     for one, other in zip(packed.layers, whole.layers, strict=True):
         assert isinstance(one.qkv.weight, torch.Tensor)

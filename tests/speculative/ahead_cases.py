@@ -94,7 +94,7 @@ class FirstCase:
     def load(self, directory: Path, target: LoadedModel, settings: DrafterSettings) -> Drafter:
         return load_eagle(str(self.save(directory, target)), settings, version=1)
 
-    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int], limit: int) -> Tensor:
         reference = FirstReference(self.tensors(target), target, layer="layers.0", head_dim=HEAD_DIM)
         return reference.logits(tokens, drafts)
 
@@ -162,7 +162,7 @@ class ThirdCase:
     def load(self, directory: Path, target: LoadedModel, settings: DrafterSettings) -> Drafter:
         return load_eagle(str(self.save(directory, target)), settings, version=3)
 
-    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int], limit: int) -> Tensor:
         tensors = self.tensors(target)
         reference = ThirdReference(tensors, target, layer="layers.0", head_dim=HEAD_DIM)
         reference.taps, reference.normed_residual = self.taps, self.normed_residual
@@ -219,7 +219,7 @@ class ModuleCase:
         loaded = replace(settings.target, path=self.save(directory, target))
         return load_mtp(replace(settings, target=loaded))
 
-    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int], limit: int) -> Tensor:
         spec = target.spec
         reference: AheadReference = ModuleReference(
             self.tensors(target), target, layer=self.layer(target), head_dim=spec.head_dim, eps=spec.norm_eps

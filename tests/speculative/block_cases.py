@@ -21,6 +21,9 @@ from outrider.speculative.settings import DrafterSettings
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 4, 2, 16, 40
 
 
+BLOCK_SIZE = 5
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockCase:
     """A drafter, described the engine's way: taps are what leaves a layer."""
@@ -51,15 +54,17 @@ class BlockCase:
     def load(self, directory: Path, target: LoadedModel, settings: DrafterSettings) -> Drafter:
         return load_dflash(str(self.save(directory, target)), settings)
 
-    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int], limit: int) -> Tensor:
         """At each draft after `tokens`, the last of which is the anchor: [drafts, the target's vocabulary]."""
         tensors = block_tensors(self, target.spec.vocab_size)
         leaving = target_layers(target, tokens[:-1])
         context = torch.cat([leaving[tap] for tap in self.taps], dim=-1)
         embedding = tensors.get("embed_tokens.weight", target.parameters.embedding)
         head = tensors.get("lm_head.weight", target.parameters.head.weight)
-        block = embedding[torch.tensor([tokens[-1]] + [self.mask] * len(drafts))]
-        logits = block_logits(tensors, context, block, head, self.visible, head_dim=HEAD_DIM)
+        # However few drafts are wanted, a block has the rows that it was trained with, up to the drafter's limit.
+        masks = min(max(len(drafts), BLOCK_SIZE - 1), limit - len(tokens))
+        block = embedding[torch.tensor([tokens[-1]] + [self.mask] * masks)]
+        logits = block_logits(tensors, context, block, head, self.visible, head_dim=HEAD_DIM)[: len(drafts)]
         return spread_logits(logits, tensors, target.spec.vocab_size)
 
     @property
@@ -185,7 +190,7 @@ def block_config(case: BlockCase, target: LoadedModel) -> dict[str, Any]:
         inner = {"mask_token_id": case.mask, "target_layer_ids": list(case.taps)} | case.inner
         return {
             "architectures": ["DFlashDraftModel"],
-            "block_size": 5,
+            "block_size": BLOCK_SIZE,
             "num_target_layers": len(target.spec.layers),
             "dflash_config": inner,
             **body,
@@ -197,7 +202,7 @@ def block_config(case: BlockCase, target: LoadedModel) -> dict[str, Any]:
         "transformer_layer_config": body,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in case.taps],
         "mask_token_id": case.mask,
-        "block_size": 5,
+        "block_size": BLOCK_SIZE,
         "draft_vocab_size": case.draft_vocab or target.spec.vocab_size,
         "speculators_config": {"verifier": {"name_or_path": "tiny"}},
         **case.config,

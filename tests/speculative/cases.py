@@ -36,7 +36,7 @@ class Case(Protocol):
 
     def load(self, directory: Path, target: LoadedModel, settings: DrafterSettings) -> Drafter: ...
 
-    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor: ...
+    def logits(self, target: LoadedModel, tokens: Sequence[int], drafts: Sequence[int], limit: int) -> Tensor: ...
 
 
 CASES: dict[str, Case] = {**BLOCK_CASES, **AHEAD_CASES}
@@ -86,8 +86,10 @@ def furthest_from_reference(case: Case, target: LoadedModel, recorder: Recorder)
     """How far below the reference's best logit a draft lies, at most."""
     assert recorder.proposals
     furthest = 0.0
+    limit = recorder.footprint.max_len
+    assert limit is not None
     for tokens, _k, drafts in recorder.proposals:
-        logits = case.logits(target, tokens, drafts)
+        logits = case.logits(target, tokens, drafts, limit)
         for place, draft in enumerate(drafts):
             furthest = max(furthest, float(logits[place].max() - logits[place, draft]))
     return furthest

@@ -172,7 +172,7 @@ def measure(config: DecodeBenchConfig, arena: Arena, told: Callable[[str], None]
     return {
         "config": asdict(config) | {"num_threads": arena.plain.config.num_threads},
         "model": arena.model.name,
-        "dtype": str(arena.model.parameters.embedding.dtype).removeprefix("torch."),
+        "dtype": str(arena.model.dtype).removeprefix("torch."),
         "kernels": type(arena.plain.runner.ops).__name__,
         "cases": [_case_report(config, arena, case, prompts[case], runs[case]) for case in cases],
         "memory_mb": arena.memory_mb | {"peak": _peak_mb()},

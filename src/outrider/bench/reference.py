@@ -38,7 +38,7 @@ def why_no_reference(spec: DecoderSpec) -> str | None:
 
 
 def reference_model(model: LoadedModel) -> Any:
-    """A LlamaForCausalLM with this model's weights: the same tensors, or what packed ones stand for."""
+    """A LlamaForCausalLM with this model's weights: the same tensors, or what stored ones stand for."""
     assert why_no_reference(model.spec) is None
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -59,11 +59,11 @@ def reference_model(model: LoadedModel) -> Any:
         tie_word_embeddings=spec.tied_head,
         bos_token_id=None,
         eos_token_id=None,
-        dtype=model.parameters.embedding.dtype,
+        dtype=model.dtype,
     )
     with torch.device("meta"):
         reference = llama(config)
-    reference.load_state_dict(_state(spec, written_out(model.parameters)), assign=True, strict=True)
+    reference.load_state_dict(_state(spec, written_out(model.parameters, model.dtype)), assign=True, strict=True)
     # Its tables are no weights, so they are still on the meta device.
     reference.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(model.parameters.embedding.device)
     return reference.eval().requires_grad_(False)

@@ -65,11 +65,11 @@ def build_engine(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     ops = select_ops(config.ops, device=device, threads=config.num_threads, progress=progress)
-    # Unpacked numbers are float32: whoever asks for another type gets weights of that type.
-    packed = ops.reads_packed and dtype == torch.float32 and not config.expand_weights
+    # Stored numbers are widened to float32: whoever asks for another type gets weights of that type.
+    as_stored = ops.reads_stored and dtype == torch.float32 and not config.expand_weights
     if model is None:
         report = None if progress is None else lambda done, total: progress("loading weights", done, total)
-        model = load_model(config.model, dtype=dtype, device=device, progress=report, packed=packed)
+        model = load_model(config.model, dtype=dtype, device=device, progress=report, as_stored=as_stored)
     if model.parameters.embedding.device.type != device.type:
         raise ConfigError(
             f"the model lies on {model.parameters.embedding.device}, but the engine is to run on {device}; "
@@ -96,7 +96,7 @@ def build_engine(
                     ops=ops,
                     page_tokens=config.block_size,
                     dtype=dtype,
-                    packed=packed,
+                    as_stored=as_stored,
                     device=device,
                     max_model_len=limit,
                     progress=progress,

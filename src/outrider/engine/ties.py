@@ -66,7 +66,7 @@ def examine(engine: Engine, before: Sequence[int], candidates: tuple[int, int], 
         candidates=candidates,
         best=best,
         gap=max(scores.values()) - min(scores[token] for token in candidates),
-        tolerance=tie_tolerance(engine.model.parameters.embedding.dtype),
+        tolerance=tie_tolerance(engine.model.dtype),
     )
 
 

@@ -40,11 +40,11 @@ POOL_BYTES = 64 * 9
 _CLOSED = 0x7FFFFFFF
 _SPINS = 1500  # of `pause`, some 40 ns each
 
-RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_ATTEND, RUN_COPY, RUN_PROGRAM = range(6)
+RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_STORE, RUN_ATTEND, RUN_COPY, RUN_PROGRAM = range(7)
 """What a caller can ask for. RUN_PLAIN: a job whose chunks are counted already. RUN_LINEAR: its parameter is the job
-of a norm to begin with, or 0. RUN_ATTEND: its parameter says for how many blocks there is room for parts. RUN_COPY:
-instead of a job, the address of float32 numbers; its parameter is where they go. RUN_PROGRAM: instead of a job, the
-address of a list of these; its parameter is how many there are."""
+of a norm to begin with, or 0. RUN_STORE: attention without queries. RUN_ATTEND: its parameter says for how many blocks
+there is room for parts. RUN_COPY: instead of a job, the address of float32 numbers; its parameter is where they go.
+RUN_PROGRAM: instead of a job, the address of a list of these; its parameter is how many there are."""
 WHAT, JOB_OR_SOURCE, PARAMETER, COUNT = range(4)
 """Words of one thing in a program. COUNT: of numbers to copy."""
 PROGRAM_WORDS = 4
@@ -141,6 +141,9 @@ def _perform(pool, job, what, parameter, count, shared):
             plan_norm(parameter)
             _share_out(pool, parameter, shared)
         plan_linear(job, threads)
+        _share_out(pool, job, shared)
+    elif what == RUN_STORE:
+        plan_rotate(job)
         _share_out(pool, job, shared)
     elif what == RUN_ATTEND:
         set_word(job, KERNEL, word(job, ROTATE_KERNEL))

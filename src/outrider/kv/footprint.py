@@ -58,7 +58,7 @@ class Proposing(Enum):
     CHAIN = "chain"
     """k passes of one row; each but the first consumes the draft before it."""
     BLOCK = "block"
-    """One pass over the last sampled token and k masks."""
+    """One pass over the last sampled token and k masks, or more: see block_rows."""
 
 
 @checked_fields(FootprintError)
@@ -72,6 +72,9 @@ class KVFootprint:
     groups: tuple[GroupSpec, ...] = ()
     scratch_extra: int = 0
     """scratch_ahead(k) = k + scratch_extra for a drafter with groups."""
+    block_rows: int = 0
+    """A block has at least so many rows, however few of its drafts are wanted: masks were trained in such company.
+    Where the drafter's limit is nearer, it ends there."""
     durable_lead: int = 0
     """Durable slots end this far past v: 1 for a drafter that consumes the last sampled token itself."""
     token_reach: int = 0
@@ -92,7 +95,7 @@ class KVFootprint:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for field in ("scratch_extra", "durable_lead", "token_reach"):
+        for field in ("scratch_extra", "block_rows", "durable_lead", "token_reach"):
             whole_number(getattr(self, field), f"{self.name}: {field}", at_least=0, error=FootprintError)
         if self.max_len is not None:
             whole_number(self.max_len, f"{self.name}: max_len", at_least=1, error=FootprintError)
@@ -131,6 +134,8 @@ class KVFootprint:
                 f"{self.name}: a block is written from masks, so accepted drafts leave nothing to keep; "
                 "declare keeps_accepted=False"
             )
+        if self.block_rows and self.proposing is not Proposing.BLOCK:
+            raise FootprintError(f"{self.name}: block_rows is {self.block_rows}, but it does not propose in blocks")
         if self.keeps_accepted and self.taps:
             raise FootprintError(
                 f"{self.name}: scratch is written without the target's taps, so it cannot be kept; "
@@ -158,6 +163,7 @@ class KVFootprint:
     def _check_without_groups(self) -> None:
         owns_kv = {
             "scratch_extra": self.scratch_extra,
+            "block_rows": self.block_rows,
             "durable_lead": self.durable_lead,
             "token_reach": self.token_reach,
             "taps": self.taps,
@@ -189,7 +195,7 @@ class KVFootprint:
         """Rows of each pass."""
         if not self._proposes(k):
             return 0
-        return 1 if self.proposing is Proposing.CHAIN else k + 1
+        return 1 if self.proposing is Proposing.CHAIN else max(k + 1, self.block_rows)
 
     def draft_rows(self, k: int) -> int:
         """Rows that proposing k adds to a step; they count against the token budget."""
@@ -199,20 +205,24 @@ class KVFootprint:
         """Slots at and past v that must be reserved to propose k."""
         if not self._proposes(k):
             return 0
-        return k + self.scratch_extra
+        return max(k + self.scratch_extra, self.block_rows)
 
     def slots_written(self, k: int) -> int:
-        """Slots at and past v that proposing k writes, the durable lead included."""
+        """Slots at and past v that proposing k writes, the durable lead included; a block may end at the limit."""
         if not self._proposes(k):
             return 0
-        return k + 1 if self.proposing is Proposing.BLOCK else self.durable_lead + k - 1
+        if self.proposing is Proposing.BLOCK:
+            return max(k + 1, self.block_rows)
+        return self.durable_lead + k - 1
 
     def scratch(self, v: int, k: int) -> Interval:
         """The scratch slots that proposing k from v writes."""
         if not self._proposes(k):
             return Interval(v, v)
-        start = v if self.proposing is Proposing.BLOCK else self.durable_end(v)
-        return Interval(start, v + self.slots_written(k))
+        end = v + self.slots_written(k)
+        if self.proposing is not Proposing.BLOCK:
+            return Interval(self.durable_end(v), end)
+        return Interval(v, end if self.max_len is None else min(end, self.max_len))
 
     def durable_end(self, v: int) -> int:
         """Where its durable slots end after a step that ends at v; past its limit it stores nothing."""

@@ -21,7 +21,7 @@ from outrider.models.spec import Activation, ExpertsSpec
 try:
     from outrider.kernels import activations, attention, gather, linear, norm, rotate
     from outrider.kernels.compiling import Kernel
-    from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN
+    from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.kernels.threads import Threads, available_cores, shared_threads
     from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FAST_HERE, FLOAT16, FLOAT32, FOUR_BITS
     from outrider.layers.cpu_program import Job, Program, Step
@@ -41,6 +41,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being compiled, how many kernels are done, and how many there are."""
 
 _HEADER = struct.Struct("4q")
+_WORD = struct.Struct("q")
 _GATHER = struct.Struct("6q")
 _NORM = struct.Struct("5qf4x4q")
 _LINEAR = struct.Struct("14q")
@@ -70,7 +71,7 @@ class NumbaOps(Ops):
 
     name = "numba"
     row_exact = True
-    reads_packed = True
+    reads_stored = True
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
         ENTER.compile()
@@ -216,18 +217,32 @@ class NumbaOps(Ops):
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
         heads, dim, kv_heads = layer.heads, layer.head_dim, layer.kv_heads
-        qkv, keys, values = _rows_of(qkv), kv.keys, kv.values
-        assert keys.stride(3) == 1 and values.stride(3) == 1 and keys.dtype == values.dtype
-        count, item, size = qkv.shape[0], _ITEMS[keys.dtype], keys.element_size()
+        qkv = _rows_of(qkv)
+        count = len(qkv)
         out = self._empty(count, heads * dim)
-        part_bytes = heads // kv_heads * attention.part_bytes(dim)
         room = 0
         if count * kv_heads < 8 * self._threads.count and self._threads.count > 1:
             # What is recorded has to do for any length.
             keys_max = rows.most_keys if self._program is None else layer.rotary.shape[0]
             room = count * kv_heads * (keys_max // attention.BLOCK + 2)
+        parts = self._room(self._parts, room * (heads // kv_heads) * attention.part_bytes(dim))
+        job = self._attention_job(qkv, layer, kv, rows, out=out.data_ptr(), parts=parts)
+        self._call(RUN_ATTEND, job, room)
+        return out
+
+    def store(self, pairs: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> None:
+        job = self._attention_job(_rows_of(pairs), layer, kv, rows, out=0, parts=0)
+        _WORD.pack_into(job.words, 8 * rotate.HEADS, 0)
+        self._call(RUN_STORE, job, 0)
+
+    def _attention_job(
+        self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows, *, out: int, parts: int
+    ) -> Job:
+        heads, dim, keys, values = layer.heads, layer.head_dim, kv.keys, kv.values
+        assert keys.stride(3) == 1 and values.stride(3) == 1 and keys.dtype == values.dtype
+        count, item, size = len(qkv), _ITEMS[keys.dtype], keys.element_size()
         job = self._new_job()
-        self._pack_header(job, rotate.ROTATE[item], attention.scratch_bytes(heads, kv_heads, dim))
+        self._pack_header(job, rotate.ROTATE[item], attention.scratch_bytes(heads, layer.kv_heads, dim))
         words = job.words
         words[8 * rotate.HEADS : 8 * rotate.HEADS + _LAYER.size] = self._layer_words(layer)
         if self._program is not None:
@@ -241,7 +256,7 @@ class NumbaOps(Ops):
             qkv.data_ptr(),
             qkv.stride(0) * 4,
             self._room(self._queries, count * heads * dim * 4),
-            out.data_ptr(),
+            out,
             heads * dim * 4,
             rotate.ROTATE[item].address,
             attention.ATTEND[item].address,
@@ -255,10 +270,9 @@ class NumbaOps(Ops):
             value_head * size,
             value_token * size,
             self._room(self._plan, count * 16),
-            self._room(self._parts, room * part_bytes),
+            parts,
         )
-        self._call(RUN_ATTEND, job, room)
-        return out
+        return job
 
     def copy(self, x: Tensor) -> Tensor:
         return x.clone() if self._program is None else self._program.copy(x)

@@ -42,8 +42,8 @@ class Ops(ABC):
     name: str
     row_exact: bool = False
     """A row's result is the same to the last bit whatever else is in the batch."""
-    reads_packed: bool = False
-    """Products take packed matrices as they are."""
+    reads_stored: bool = False
+    """Products take matrices as files store them, packed or of 16 bits, and compute in float32."""
     abilities: frozenset[Ability] = frozenset(Ability)
 
     def prepare(self, parameters: DecoderParameters) -> DecoderParameters:
@@ -95,8 +95,11 @@ class Ops(ABC):
         """
         return None
 
-    def store(self, k: Tensor, v: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> None:
-        """Norm and rotate keys, write keys and values ([rows, kv_heads, head_dim]) to their slots; nobody reads."""
+    def store(self, pairs: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> None:
+        """Norm and rotate keys, write keys and values to their slots; nobody reads.
+
+        `pairs`: [rows, 2 * kv_heads * head_dim], all keys and then all values."""
+        k, v = pairs.unflatten(-1, (2, layer.kv_heads, layer.head_dim)).unbind(1)
         if layer.k_norm is not None:
             k = self.norm(k.flatten(0, 1), layer.k_norm, layer.norm_eps).view(k.shape)
         k = rotate(k, layer.rotary[rows.positions])

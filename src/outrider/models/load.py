@@ -29,6 +29,8 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     """Any of them ends a text."""
     generation: GenerationDefaults
+    dtype: torch.dtype = torch.float32
+    """What it computes in; matrices may lie in memory in fewer bits."""
     fingerprint: str
     """Names the weights: the same wherever the same files are loaded."""
     path: Path | None = None
@@ -41,17 +43,17 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    packed: bool = False,
+    as_stored: bool = False,
 ) -> LoadedModel:
     """By built-in name, path or hub id. What can be refused is refused before weights are read.
 
-    `packed`: matrices that the file stores packed stay so in memory; whoever computes with them unpacks them."""
+    `as_stored`: matrices that the file stores in fewer bits stay so in memory; whoever computes widens them."""
     resolved = resolve_model(name)
     checkpoint = open_checkpoint(resolved.path)
     spec = checkpoint.spec()
     text = _text_of(checkpoint)
     _refuse_foreign_tokenizer(text.tokenizer, spec)
-    parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress, packed=packed)
+    parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress, as_stored=as_stored)
     return LoadedModel(
         name=resolved.name,
         spec=spec,
@@ -61,6 +63,7 @@ def load_model(
         # An id that the model does not embed is never sampled, so it ends nothing.
         eos_ids=tuple(token_id for token_id in text.tokenizer.eos_ids if token_id < spec.vocab_size),
         generation=text.generation,
+        dtype=dtype,
         fingerprint=weights_fingerprint(resolved),
         path=resolved.path,
     )

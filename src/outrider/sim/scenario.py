@@ -102,6 +102,8 @@ class Scenario:
     peer_weights: str = WEIGHTS
     """What the prefill worker runs; a decode worker refuses KV of other weights than its own."""
     drafter_max_len: int | None = None
+    block_rows: int = 0
+    """Least rows of a block, for a drafter that drafts in blocks."""
     max_model_len: int = 256
     arena_slack: float = 4.0
     """Pages beyond the largest request's worst case, as a factor of it; 0 is the tightest that can run."""
@@ -134,6 +136,7 @@ class Scenario:
                 taps=(1, 3) if method.reads_taps else (),
                 max_len=self.drafter_max_len,
                 fingerprint="sim",
+                block_rows=self.block_rows,
             ),
         )
 
@@ -187,7 +190,7 @@ class Scenario:
         pages = [2] * len(layout.arena_page_bytes)
         for request in self.requests:
             for group, spec in enumerate(layout.groups):
-                length = self._total_tokens(request) + 2 * request.k + 8
+                length = self._total_tokens(request) + 2 * request.k + 8 + self.block_rows
                 pages[layout.arena_of[group]] += -(-length // spec.page_tokens) + 2
         return tuple(pages)
 
@@ -313,7 +316,8 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
     if scenario.draft and not scenario.one_by_one and random.random() < 0.1:
         scenario, requests = squeezed(scenario, requests, random)
     peer_weights = "another" if scenario.split and random.random() < 0.05 else WEIGHTS
-    return replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights)
+    block_rows = random.choice((0, 2, 5, 8)) if scenario.draft else 0
+    return replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights, block_rows=block_rows)
 
 
 def squeezed(

@@ -22,6 +22,8 @@ class DrafterShape:
     taps: tuple[int, ...] = ()
     max_len: int | None = None
     fingerprint: str = ""
+    block_rows: int = 0
+    """Rows of a block as it was trained, for methods that draft in blocks."""
 
 
 def ngram(shape: DrafterShape) -> KVFootprint:
@@ -69,6 +71,7 @@ def dflash(shape: DrafterShape) -> KVFootprint:
         proposing=Proposing.BLOCK,
         groups=shape.groups,
         scratch_extra=1,
+        block_rows=shape.block_rows,
         taps=shape.taps,
         max_len=shape.max_len,
         fingerprint=shape.fingerprint,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.config import SpeculativeConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelError
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
+from outrider.models.resolve import ModelKind, packaged_drafter, resolve_model
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.settings import DrafterSettings
 
-__all__ = ["DrafterSettings", "draft_model_from", "load_drafter"]
+__all__ = ["DrafterSettings", "draft_model_from", "guess_method", "load_drafter", "written_layer_ids"]
 
 
 def _ngram(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
@@ -28,7 +29,7 @@ def _draft_model(config: SpeculativeConfig, settings: DrafterSettings) -> Drafte
     progress = settings.progress
     report = None if progress is None else lambda done, total: progress("loading the draft model", done, total)
     model = load_model(
-        config.model, dtype=settings.dtype, device=settings.device, progress=report, packed=settings.packed
+        config.model, dtype=settings.dtype, device=settings.device, progress=report, as_stored=settings.as_stored
     )
     return draft_model_from(model, settings, num_layers=config.num_hidden_layers)
 
@@ -66,13 +67,13 @@ def draft_model_from(model: LoadedModel, settings: DrafterSettings, *, num_layer
 def _dflash(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     from outrider.speculative.checkpoints.dflash import load_dflash
 
-    return load_dflash(_checkpoint(config), settings)
+    return load_dflash(_checkpoint(config, settings), settings)
 
 
 def _eagle(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     from outrider.speculative.checkpoints.eagle import load_eagle
 
-    return load_eagle(_checkpoint(config), settings, version=3 if config.method == "eagle3" else 1)
+    return load_eagle(_checkpoint(config, settings), settings, version=3 if config.method == "eagle3" else 1)
 
 
 def _mtp(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
@@ -86,12 +87,15 @@ def _mtp(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     return load_mtp(settings)
 
 
-def _checkpoint(config: SpeculativeConfig) -> str:
-    if config.model is None:
+def _checkpoint(config: SpeculativeConfig, settings: DrafterSettings) -> str:
+    """What is named; else the drafter that is made for this target."""
+    name = config.model or packaged_drafter(settings.target.name, config.method)
+    if name is None:
         raise ConfigError(
-            f"speculative_config: method {config.method!r} needs 'model': the name or path of a drafter's checkpoint"
+            f"speculative_config: method {config.method!r} needs 'model': the name or path of a drafter's checkpoint "
+            f"(none comes with Outrider for {settings.target.name})"
         )
-    return config.model
+    return name
 
 
 LOADERS: dict[str, Callable[[SpeculativeConfig, DrafterSettings], Drafter]] = {
@@ -102,6 +106,39 @@ LOADERS: dict[str, Callable[[SpeculativeConfig, DrafterSettings], Drafter]] = {
     "eagle3": _eagle,
     "mtp": _mtp,
 }
+
+
+def guess_method(name: str) -> str:
+    """What a drafter's checkpoint is, by its configuration and its tensors. Paths and hub ids."""
+    from outrider.speculative.checkpoints import dflash, eagle
+    from outrider.speculative.checkpoints.source import open_drafter
+
+    if resolve_model(name).kind is not ModelKind.DIRECTORY:
+        return "draft_model"
+    files = open_drafter(name).files
+    if dflash.is_dflash(files):
+        return "dflash"
+    version = eagle.version_of(files)
+    if version is not None:
+        return "eagle3" if version == 3 else "eagle"
+    if "embed_tokens.weight" in files.tensors and "fc.weight" not in files.tensors:
+        return "draft_model"
+    raise ModelError(
+        f"{files.config.source} does not say what kind of drafter this is (architecture {files.architecture!r}); "
+        f"name the method: {', '.join(LOADERS)}"
+    )
+
+
+def written_layer_ids(config: SpeculativeConfig, settings: DrafterSettings, taps: Sequence[int]) -> str | None:
+    """How the drafter's config.json would name these taps; None where no file says which layers are read."""
+    from outrider.speculative.checkpoints import dflash, eagle
+    from outrider.speculative.checkpoints.source import open_drafter
+
+    spelling = {"dflash": dflash.written_ids, "eagle": eagle.written_ids, "eagle3": eagle.written_ids}
+    if config.method not in spelling:
+        return None
+    ids = spelling[config.method](open_drafter(_checkpoint(config, settings)).files)
+    return None if ids is None else ids.written(taps)
 
 
 def load_drafter(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:

@@ -19,6 +19,12 @@ class DrafterSettings:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
-    packed: bool = False
-    """Matrices that a file stores packed stay so."""
+    as_stored: bool = False
+    """Matrices that a file stores in fewer bits than `dtype` stay so."""
     progress: Callable[[str, int, int], None] | None = None
+    taps: tuple[int, ...] | None = None
+    """Target layers to read in place of those that the checkpoint names; for finding out which are right."""
+
+    def fingerprint(self, weights: str) -> str:
+        """Of a drafter with these weights: what it keeps also depends on where it reads."""
+        return weights if self.taps is None else f"{weights}/taps {','.join(map(str, self.taps))}"

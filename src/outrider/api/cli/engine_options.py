@@ -55,8 +55,8 @@ class ModelOptions:
         bool,
         typer.Option(
             "--expand-weights",
-            help="Write quantised weights out in memory instead of unpacking them as they are used: same results, "
-            "several times the memory, slower.",
+            help="Write quantised and 16-bit weights out in memory instead of widening them as they are used: same "
+            "results, several times the memory, slower.",
             rich_help_panel=MODEL,
         ),
     ] = _DEFAULTS.expand_weights

@@ -9,7 +9,6 @@ from outrider.api.doctor.findings import Finding, Status, bytes_text
 from outrider.engine.engine import Engine
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.layout import KVLayout
-from outrider.models.packed import PackedMatrix
 from outrider.models.parameters import DecoderParameters, DenseMLP, Matrix
 from outrider.models.resolve import resolve_model
 from outrider.models.spec import DecoderSpec
@@ -19,15 +18,16 @@ def look_at_model(engine: Engine, name: str) -> list[Finding]:
     model, kv = engine.model, engine.scheduler.kv
     path = resolve_model(name).path
     count, size = parameter_count(model.parameters)
-    dtype = str(model.parameters.embedding.dtype).removeprefix("torch.")
-    packed = ", packed as the file has them" if isinstance(model.parameters.embedding, PackedMatrix) else ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    stored = size < count * model.dtype.itemsize
+    kept = ", weights as the file has them" if stored else ""
     slot_bytes = sum(group.slot_bytes for group in kv.layout.groups[: kv.layout.num_target])
     tokens = tokens_held(kv.layout, kv.config.arena_pages)
     template = model.chat_template
     return [
         Finding("model", f"{model.name}, from {path}"),
         Finding("decoder", spec_text(model.spec)),
-        Finding("parameters", f"{count:,}, {dtype} on {engine.runner.device}, {bytes_text(size)}{packed}"),
+        Finding("parameters", f"{count:,}, {dtype} on {engine.runner.device}, {bytes_text(size)}{kept}"),
         Finding("chat template", "yes")
         if template is not None
         else Finding("chat template", "none", Status.NOTE, "`outrider chat` needs one; use `outrider generate`"),

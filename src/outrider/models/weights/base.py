@@ -23,6 +23,9 @@ from outrider.models.weights.memory import WeightMemory
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes), counted as they are stored."""
 
+Form = Packing | torch.dtype
+"""How a matrix lies in memory."""
+
 NAMES_SHOWN = 8
 MODULES_MAX = 64
 
@@ -33,6 +36,8 @@ class StoredTensor:
 
     shape: Shape
     stored_bytes: int
+    form: Form | None = None
+    """The form in which it can stay in memory without a loss; None where it can only be converted."""
 
 
 class TensorSource(Protocol):
@@ -68,10 +73,6 @@ class Checkpoint(ABC):
         """What the file itself calls a tensor, for messages."""
         return name
 
-    def packing(self, name: str) -> Packing | None:
-        """How a tensor can stay packed; None where it can only be written out."""
-        return None
-
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         destination = torch.empty(self.tensors[name].shape, dtype=dtype)
         self.copy_into(name, destination)
@@ -88,13 +89,16 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    packed: bool = False,
+    as_stored: bool = False,
 ) -> DecoderParameters:
     """Every tensor of the decoder, in place and fused. What does not fit is refused before anything is read.
 
-    `packed`: matrices that the checkpoint stores packed stay so."""
+    `as_stored`: matrices that the checkpoint stores in fewer bits stay so, to be widened where they are used."""
     layout = checkpoint.recipe.layout(spec)
-    packings = _packings(checkpoint, layout) if packed else {}
+    forms = stored_forms(checkpoint, layout) if as_stored else {}
+    if spec.embedding_scale != 1.0 and not isinstance(forms.get("embedding"), Packing):
+        # The scale is rounded as the embedding is, which must be as the model computes.
+        forms.pop("embedding", None)
     modules = checkpoint.config.get("num_nextn_predict_layers")
     filled = fill(
         checkpoint,
@@ -104,9 +108,9 @@ def load_parameters(
         dtype=dtype,
         device=device,
         progress=progress,
-        packings=packings,
+        forms=forms,
     )
-    return _parameters(spec, filled, packings)
+    return _parameters(spec, filled, forms)
 
 
 def fill(
@@ -118,19 +122,19 @@ def fill(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    packings: Mapping[str, Packing] | None = None,
+    forms: Mapping[str, Form] | None = None,
 ) -> dict[str, Tensor]:
     """Every tensor of a layout, by its path there. `what` says in messages what the tensors should make up;
-    tensors that the layout has no use for are refused unless they are `harmless`. Paths in `packings` are filled
-    with the bytes of packed rows."""
-    packings = packings or {}
+    tensors that the layout has no use for are refused unless they are `harmless`. Paths in `forms` get
+    that form instead of `dtype`; packed ones are bytes here."""
+    forms = forms or {}
     found = source.tensors
     plan = {path: _choose(assembly.choices, found) for path, assembly in layout.items()}
     _refuse_misfits(source, what, harmless, [part for parts in plan.values() for part in parts])
     total_bytes = sum(found[part.name].stored_bytes for parts in plan.values() for part in parts)
     done_bytes = 0
     filled: dict[str, Tensor] = {}
-    kinds = {path: _kind_in_memory(assembly.shape, dtype, packings.get(path)) for path, assembly in layout.items()}
+    kinds = {path: _kind_in_memory(assembly.shape, forms.get(path, dtype)) for path, assembly in layout.items()}
     size = sum(prod(shape) * kind.itemsize for shape, kind in kinds.values())
     memory = WeightMemory(size, len(layout), torch.device(device))
     for path, parts in plan.items():
@@ -143,24 +147,22 @@ def fill(
     return filled
 
 
-def _kind_in_memory(shape: Shape, dtype: torch.dtype, packing: Packing | None) -> tuple[Shape, torch.dtype]:
-    if packing is None:
-        return tuple(shape), dtype
+def _kind_in_memory(shape: Shape, form: Form) -> tuple[Shape, torch.dtype]:
+    if isinstance(form, torch.dtype):
+        return tuple(shape), form
     rows, columns = shape
-    return (rows, columns // BLOCK * packing.block_bytes), torch.uint8
+    return (rows, columns // BLOCK * form.block_bytes), torch.uint8
 
 
-def _packings(checkpoint: Checkpoint, layout: Layout) -> dict[str, Packing]:
-    """The matrices all of whose parts are packed in the same way."""
+def stored_forms(source: TensorSource, layout: Layout) -> dict[str, Form]:
+    """Of the matrices that can stay as they are stored: all parts in the same form."""
     found = {}
     for path, assembly in layout.items():
-        kinds = {
-            checkpoint.packing(part.name) if part.name in checkpoint.tensors else None
-            for part in _choose(assembly.choices, checkpoint.tensors)
-        }
-        packing = kinds.pop()
-        if packing is not None and not kinds and len(assembly.shape) == 2:
-            found[path] = packing
+        parts = _choose(assembly.choices, source.tensors)
+        forms = {source.tensors[part.name].form if part.name in source.tensors else None for part in parts}
+        form = forms.pop()
+        if form is not None and not forms and len(assembly.shape) == 2:
+            found[path] = form
     return found
 
 
@@ -209,12 +211,12 @@ def _named(names: Iterable[str]) -> str:
 
 
 def layers_from(
-    layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor], packings: Mapping[str, Packing] | None = None
+    layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor], forms: Mapping[str, Form] | None = None
 ) -> tuple[LayerParameters, ...]:
     """The layers among the tensors of a filled layout."""
 
     def linear(path: str) -> Linear:
-        return Linear(weight=_matrix(f"{path}.weight", filled, packings or {}), bias=filled.get(f"{path}.bias"))
+        return Linear(weight=_matrix(f"{path}.weight", filled, forms or {}), bias=filled.get(f"{path}.bias"))
 
     def mlp(path: str, *, experts: bool) -> DenseMLP | ExpertsMLP:
         if not experts:
@@ -244,17 +246,17 @@ def layers_from(
     )
 
 
-def _matrix(path: str, filled: Mapping[str, Tensor], packings: Mapping[str, Packing]) -> Matrix:
-    packing = packings.get(path)
-    return filled[path] if packing is None else PackedMatrix(packing=packing, data=filled[path])
+def _matrix(path: str, filled: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Matrix:
+    form = forms.get(path)
+    return PackedMatrix(packing=form, data=filled[path]) if isinstance(form, Packing) else filled[path]
 
 
-def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor], packings: Mapping[str, Packing]) -> DecoderParameters:
-    embedding = _matrix("embedding", filled, packings)
-    head = embedding if spec.tied_head else _matrix("head.weight", filled, packings)
+def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor], forms: Mapping[str, Form]) -> DecoderParameters:
+    embedding = _matrix("embedding", filled, forms)
+    head = embedding if spec.tied_head else _matrix("head.weight", filled, forms)
     return DecoderParameters(
         embedding=embedding,
-        layers=layers_from(spec.layers, filled, packings),
+        layers=layers_from(spec.layers, filled, forms),
         final_norm=filled["final_norm"],
         head=Linear(weight=head, bias=filled.get("head.bias")),
     )

@@ -13,9 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from outrider.errors import ModelError
-from outrider.models.packed import Packing
 from outrider.models.recipes import recipe_for_gguf
-from outrider.models.weights.base import Checkpoint, StoredTensor
+from outrider.models.weights.base import Checkpoint, Form, StoredTensor
 from outrider.models.weights.gguf_config import config_from_metadata
 from outrider.models.weights.gguf_file import Bytes, GGUFFile, GGUFTensor, read_gguf
 from outrider.models.weights.gguf_packing import PACKINGS, pack_rows
@@ -33,6 +32,7 @@ SUPPORTED = (
     Kind.Q5_K,
     Kind.Q6_K,
 )
+FORMS: Mapping[Kind, Form] = {**PACKINGS, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 TOP_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -77,15 +77,12 @@ class GGUFCheckpoint(Checkpoint):
         self.config = config_from_metadata(self.file)
         self._stored_names = {hf_name(name): name for name in self.file.tensors if name not in ROPE_TABLES}
         self.tensors: Mapping[str, StoredTensor] = {
-            name: StoredTensor(tensor.shape, tensor.stop - tensor.start)
+            name: StoredTensor(tensor.shape, tensor.stop - tensor.start, FORMS.get(tensor.kind))
             for name, tensor in ((name, self.file.tensors[stored]) for name, stored in self._stored_names.items())
         }
 
     def stored_name(self, name: str) -> str:
         return self._stored_names.get(name) or gguf_name(name)
-
-    def packing(self, name: str) -> Packing | None:
-        return PACKINGS.get(self.file.tensors[self._stored_names[name]].kind)
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         if destination.device.type != "cpu":

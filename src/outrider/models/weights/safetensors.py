@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from outrider.models.weights.base import Checkpoint, StoredTensor
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FORMS = {"F16": torch.float16, "BF16": torch.bfloat16}
 INTEGER_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
 
 
@@ -112,7 +114,7 @@ def _stored(name: str, piece: Any, path: Path, element_bytes: Mapping[str, int])
     elements = 1
     for size in shape:
         elements *= size
-    return StoredTensor(shape, elements * element_bytes[kind])
+    return StoredTensor(shape, elements * element_bytes[kind], FORMS.get(kind))
 
 
 def _refuse_quantised(config: Mapping[str, Any], source: str) -> None:

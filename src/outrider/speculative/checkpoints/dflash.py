@@ -20,7 +20,20 @@ from outrider.speculative.settings import DrafterSettings
 
 ARCHITECTURES = ("DFlashDraftModel",)
 SPECULATORS_TYPE = "dflash"
+Z_LAB_IDS, SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 HARMLESS = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def is_dflash(files: DrafterFiles) -> bool:
+    """By what the configuration says of itself."""
+    kind = files.config.fields.get("speculators_model_type")
+    return kind == SPECULATORS_TYPE if kind is not None else files.architecture in ARCHITECTURES
+
+
+def written_ids(files: DrafterFiles) -> fit.LayerIds:
+    if files.config.has("speculators_model_type"):
+        return fit.LayerIds(SPECULATORS_IDS, 1)
+    return fit.LayerIds(Z_LAB_IDS, 0)
 
 
 def load_dflash(name: str, settings: DrafterSettings) -> DFlash:
@@ -79,7 +92,7 @@ def _z_lab(files: DrafterFiles, settings: DrafterSettings) -> DFlashSpec:
         body,
         causal=causality(config, fields, body),
         anchored=False,
-        ids=(fields, "target_layer_ids", 0),
+        ids=(fields, Z_LAB_IDS, 0),
         mask=(fields, "mask_token_id"),
         block=where,
     )
@@ -101,7 +114,7 @@ def _speculators(files: DrafterFiles, settings: DrafterSettings) -> DFlashSpec:
         body,
         causal=tuple(layer.window is not None and not both_ways for layer in body.layers),
         anchored=True,
-        ids=(config, "aux_hidden_state_layer_ids", 1),
+        ids=(config, SPECULATORS_IDS, 1),
         mask=(config, "mask_token_id"),
         block=config,
     )
@@ -194,4 +207,4 @@ def _load(opened: OpenedDrafter, spec: DFlashSpec, settings: DrafterSettings) ->
         context_norm=filled["context_norm"],
         vocabulary=vocabulary,
     )
-    return DFlash(spec, parameters, settings, name=opened.name, fingerprint=opened.fingerprint)
+    return DFlash(spec, parameters, settings, name=opened.name, fingerprint=settings.fingerprint(opened.fingerprint))

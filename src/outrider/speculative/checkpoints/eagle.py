@@ -26,10 +26,26 @@ from outrider.speculative.settings import DrafterSettings
 
 FIRST_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 THIRD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
+KNOWN_ARCHITECTURES = FIRST_ARCHITECTURES + THIRD_ARCHITECTURES
 SPECULATORS_TYPE = "eagle3"
+IDS = "eagle_aux_hidden_state_layer_ids"
 THIRD_MARK = "layers.0.hidden_norm.weight"
 """Only version 3 norms its features inside the layer."""
 HARMLESS = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def version_of(files: DrafterFiles) -> int | None:
+    """By its tensors; None where it is no EAGLE drafter."""
+    if "fc.weight" not in files.tensors:
+        return None
+    kind = files.config.fields.get("speculators_model_type")
+    named = kind == SPECULATORS_TYPE if kind is not None else files.architecture in (None, *KNOWN_ARCHITECTURES)
+    return (3 if THIRD_MARK in files.tensors else 1) if named else None
+
+
+def written_ids(files: DrafterFiles) -> fit.LayerIds | None:
+    """None for version 1, which reads the last layer whatever its configuration says."""
+    return fit.LayerIds(IDS, 1) if THIRD_MARK in files.tensors else None
 
 
 def load_eagle(name: str, settings: DrafterSettings, *, version: int) -> Eagle:
@@ -45,7 +61,7 @@ def load_eagle(name: str, settings: DrafterSettings, *, version: int) -> Eagle:
 
 
 def _eagle(opened: OpenedDrafter, network: AheadNetwork, settings: DrafterSettings) -> Eagle:
-    return Eagle(network, settings, name=opened.name, fingerprint=opened.fingerprint)
+    return Eagle(network, settings, name=opened.name, fingerprint=settings.fingerprint(opened.fingerprint))
 
 
 def _check_version(files: DrafterFiles, version: int) -> None:
@@ -56,11 +72,10 @@ def _check_version(files: DrafterFiles, version: int) -> None:
             f"{config.source}: speculators_model_type is {kind!r}, not {SPECULATORS_TYPE!r}; "
             "choose the method that this drafter was trained for"
         )
-    known = FIRST_ARCHITECTURES + THIRD_ARCHITECTURES
-    if kind is None and files.architecture is not None and files.architecture not in known:
+    if kind is None and files.architecture is not None and files.architecture not in KNOWN_ARCHITECTURES:
         raise ModelError(
             f"{config.source}: architecture {files.architecture!r} is not an EAGLE drafter; supported: "
-            f"{', '.join(known)}, and speculators_model_type {SPECULATORS_TYPE!r}"
+            f"{', '.join(KNOWN_ARCHITECTURES)}, and speculators_model_type {SPECULATORS_TYPE!r}"
         )
     found = 3 if THIRD_MARK in files.tensors else 1
     if found != version:
@@ -122,9 +137,9 @@ def _first(files: DrafterFiles, settings: DrafterSettings) -> AheadNetwork:
         target_eps=target.spec.norm_eps,
         eps=body.norm_eps,
     )
-    last = len(target.spec.layers) - 1
+    taps = fit.chosen_taps((len(target.spec.layers) - 1,), settings)
     vocabulary = DraftVocabulary(size=target.spec.vocab_size)
-    return _network(body, filled, entrance, (last,), vocabulary, settings, final_norm=False)
+    return _network(body, filled, entrance, taps, vocabulary, settings, final_norm=False)
 
 
 # ---- version 3 -----------------------------------------------------------------------------------------
@@ -164,19 +179,18 @@ def _third(files: DrafterFiles, settings: DrafterSettings) -> AheadNetwork:
 
 def layer_ids(config: ConfigReader, settings: DrafterSettings) -> tuple[int, ...]:
     """The taps; where the file is silent, those that the first drafters of this version were trained with."""
-    name = "eagle_aux_hidden_state_layer_ids"
     inner = _inner(config)
-    reader = inner if inner.has(name) else config
-    if reader.has(name):
-        return fit.checked_taps(reader, name, reader.integer_list(name), 1, settings)
+    reader = inner if inner.has(IDS) else config
+    if reader.has(IDS):
+        return fit.checked_taps(reader, IDS, reader.integer_list(IDS), 1, settings)
     count = len(settings.target.spec.layers)
     ids = [2, count // 2, count - 3]
     if min(ids) < 1:
         raise ModelError(
-            f"{config.source} has no {name}, and the usual ones {ids} do not suit a target of {count} layers; "
+            f"{config.source} has no {IDS}, and the usual ones {ids} do not suit a target of {count} layers; "
             "add the ids that the drafter was trained with"
         )
-    return fit.checked_taps(config, f"{name} (by default)", ids, 1, settings)
+    return fit.checked_taps(config, f"{IDS} (by default)", ids, 1, settings)
 
 
 def _inner(config: ConfigReader) -> ConfigReader:

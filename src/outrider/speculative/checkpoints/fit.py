@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.models.parameters import Linear, Matrix
 from outrider.models.recipes.base import optional_window, windows_by_layer_type
 from outrider.models.recipes.config import ConfigReader
@@ -82,7 +83,31 @@ def checked_taps(
             f"{config.source}: {name} {list(ids)} must be layers {offset} to {count - 1 + offset} of the target "
             f"{settings.target.name}, which has {count}"
         )
-    return taps
+    return chosen_taps(taps, settings)
+
+
+def chosen_taps(taps: tuple[int, ...], settings: DrafterSettings) -> tuple[int, ...]:
+    """Those of the checkpoint, unless the settings name as many others."""
+    if settings.taps is None:
+        return taps
+    count = len(settings.target.spec.layers)
+    if len(settings.taps) != len(taps) or not all(0 <= tap < count for tap in settings.taps):
+        raise ConfigError(
+            f"taps {list(settings.taps)} cannot stand for {list(taps)}: name {len(taps)} of the layers 0 to {count - 1}"
+        )
+    return settings.taps
+
+
+class LayerIds(NamedTuple):
+    """How a checkpoint's config.json writes down its taps."""
+
+    field: str
+    offset: int
+    """What it adds to a tap."""
+
+    def written(self, taps: Sequence[int]) -> str:
+        """The line that names these taps."""
+        return f'"{self.field}": {[tap + self.offset for tap in taps]}'
 
 
 def check_rope(config: ConfigReader) -> None:

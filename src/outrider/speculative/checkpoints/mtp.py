@@ -80,7 +80,10 @@ def load_mtp(settings: DrafterSettings) -> Mtp:
             "which is not supported; choose another method"
         )
     return Mtp(
-        _network(module, names, settings), settings, name=target.name, fingerprint=f"{target.fingerprint}/module"
+        _network(module, names, settings),
+        settings,
+        name=target.name,
+        fingerprint=settings.fingerprint(f"{target.fingerprint}/module"),
     )
 
 
@@ -169,7 +172,7 @@ def _network(module: ModuleFiles, names: ModuleNames, settings: DrafterSettings)
             head=fit.head_of({}, settings),
         ),
         entrance=entrance,
-        taps=(len(spec.layers) - 1,),
+        taps=fit.chosen_taps((len(spec.layers) - 1,), settings),
         vocabulary=DraftVocabulary(size=spec.vocab_size),
         carries_normed=names.carries_normed,
     )

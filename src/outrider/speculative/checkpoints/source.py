@@ -13,7 +13,7 @@ from outrider.errors import ModelError
 from outrider.models.recipes.config import ConfigReader
 from outrider.models.recipes.layout import Layout
 from outrider.models.resolve import ModelKind, resolve_model, weights_fingerprint
-from outrider.models.weights.base import StoredTensor, fill, rotary_buffer
+from outrider.models.weights.base import StoredTensor, fill, rotary_buffer, stored_forms
 from outrider.models.weights.safetensors import TensorFiles, read_config
 from outrider.speculative.settings import DrafterSettings
 
@@ -107,6 +107,7 @@ class DrafterFiles:
             harmless=lambda name: rotary_buffer(name) or harmless(name),
             dtype=settings.dtype,
             device=settings.device,
+            forms=stored_forms(self, layout) if settings.as_stored else None,
             progress=None if progress is None else lambda done, total: progress("loading the drafter", done, total),
         )
 

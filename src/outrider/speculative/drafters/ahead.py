@@ -146,10 +146,9 @@ class OneLayerAhead(Drafter):
 
     def _leave_pairs(self, rows: Rows, features: Tensor) -> None:
         assert self._services is not None
-        body, ops = self._network.body, self._decoder.ops
+        ops = self._decoder.ops
         pairs = ops.project(self._enter(rows, features)[0], self._pair)
-        keys, values = pairs.view(-1, 2, body.kv_heads, body.head_dim).unbind(1)
-        ops.store(keys, values, self._decoder.attention[0], self._services.kv[0], rows.groups[0])
+        ops.store(pairs, self._decoder.attention[0], self._services.kv[0], rows.groups[0])
 
     def _run(self, rows: Rows, features: Tensor) -> Tensor:
         assert self._services is not None

@@ -41,7 +41,8 @@ class DFlashSpec:
     taps: tuple[int, ...]
     mask_token: int
     block_size: int
-    """Rows of a block as it was trained; any other number works, less well."""
+    """Rows of a block as it was trained. Fewer would draft less well, so fewer drafts come from as many rows; more
+    rows than trained work, less well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,7 +73,13 @@ class DFlash(Drafter):
         self._decoder = Decoder(spec.body, parameters.body, settings.ops, max_position=limit)
         self._parameters = parameters
         self._context = context_projection(spec.body, self._decoder.parameters)
-        shape = DrafterShape(groups=self.layer_groups.specs, taps=spec.taps, max_len=limit, fingerprint=fingerprint)
+        shape = DrafterShape(
+            groups=self.layer_groups.specs,
+            taps=spec.taps,
+            max_len=limit,
+            fingerprint=fingerprint,
+            block_rows=min(spec.block_size, limit),
+        )
         self.footprint = footprint_for("dflash", shape)
         self._services: DraftServices | None = None
 
@@ -95,26 +102,25 @@ class DFlash(Drafter):
         body, ops = self.spec.body, self._decoder.ops
         context = ops.project(tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows]), self._parameters.fuse)
         context = ops.norm(context, self._parameters.context_norm, body.norm_eps)
-        # [rows, layers, key or value, heads, head_dim]
-        pairs = ops.project(context, self._context).view(len(context), -1, 2, body.kv_heads, body.head_dim)
+        # [layers, rows, keys and values]
+        pairs = ops.project(context, self._context).view(len(context), -1, 2 * body.kv_size).unbind(1)
         for number, (group, _place) in enumerate(self.layer_groups.place):
-            keys, values = pairs[:, number, 0], pairs[:, number, 1]
-            ops.store(keys, values, self._decoder.attention[number], services.kv[number], fed.groups[group])
+            ops.store(pairs[number], self._decoder.attention[number], services.kv[number], fed.groups[group])
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         services = self._services
         assert services is not None
-        mask = self.spec.mask_token
+        blocks = [self.footprint.scratch(v, k) for _request, v, k in rows]
         spans = [
             Span(
                 line=request.line,
                 start=v,
-                tokens=[request.tokens[v], *[mask] * k],
+                tokens=[request.tokens[v], *[self.spec.mask_token] * (block.size - 1)],
                 kept_from=0,
-                sees_to=v + k + 1,
+                sees_to=block.end,
                 anchored=self.spec.anchored,
             )
-            for request, v, k in rows
+            for (request, v, _k), block in zip(rows, blocks, strict=True)
         ]
         block = services.rows.rows(spans, services.groups)
         layers = [
@@ -122,7 +128,7 @@ class DFlash(Drafter):
             for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
         ]
         hidden = self._decoder.forward(block.tokens, layers).final
-        # The first row of each block is the token that is known already.
+        # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         logits = self._decoder.logits(hidden[torch.tensor(masks, device=hidden.device)])
         return draw_block(services, rows, self._parameters.vocabulary.spread(logits))
