@@ -12,14 +12,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from outrider.api.cli.drafter_options import METHODS, speculation_of
 from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.terminal import errors, loading, out
+from outrider.api.cli.wording import counted
 from outrider.api.doctor.findings import Finding, Status
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import ModelError
 
 if TYPE_CHECKING:
+    from outrider.api.doctor.drafter import DrafterReport, Figures
     from outrider.api.doctor.lossless import Comparison
     from outrider.engine.engine import Engine
 
@@ -29,16 +32,23 @@ SELF_DRAFT_LAYERS = 10
 STYLES = {Status.OK: ("ok", "green"), Status.NOTE: ("note", "yellow"), Status.PROBLEM: ("problem", "bold red")}
 
 CHECK = "Lossless check"
+DRAFTER = "Drafter"
 DOCTOR_HELP = (
     "Look at the environment, the model, the drafter and the kernels.\n\n"
     "At the end a few prompts run with and without speculation, greedy and seeded, and are compared token for "
     "token. A difference is accepted only if it is a proven tie: the logits are computed once more, and both "
     "tokens must be within 0.001 of the best. [bold]--lossless[/bold] does it at length and prints the "
     "certificate.\n\n"
-    "Exit status: 0 if all is well, 1 if anything is wrong, 2 if the command was called wrongly.\n\n"
+    "[bold]--drafter[/bold] also finds out whether a drafter suits the model: acceptance on built-in chats, computed "
+    "and from a warm prefix cache, and with other target layers. It says whether the drafter [bold]fits[/bold], is a "
+    "[bold]weak drafter[/bold], reads the [bold]wrong layer ids[/bold] (and which would be right), was made for the "
+    "[bold]wrong target[/bold], or meets [bold]stale KV[/bold].\n\n"
+    "Exit status: 0 if all is well or a drafter is merely weak, 1 if anything is wrong, 2 if the command was called "
+    "wrongly.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider doctor\n\n"
     "  outrider doctor --lossless --prompts 32 --max-tokens 64\n\n"
+    "  outrider doctor --drafter ./drafter\n\n"
     "  outrider doctor --lossless --sanitizer raise --sanitizer-level bytes --json"
 )
 
@@ -48,11 +58,14 @@ class Report:
     environment: list[Finding]
     model: list[Finding] = field(default_factory=list)
     drafters: list[Finding] = field(default_factory=list)
+    drafter: DrafterReport | None = None
+    """Of the drafter that was asked about."""
     comparisons: list[Comparison] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
         fine = all(finding.status is not Status.PROBLEM for finding in (*self.environment, *self.model))
+        fine = fine and (self.drafter is None or self.drafter.healthy)
         return fine and not any(comparison.failures for comparison in self.comparisons)
 
     def as_json(self) -> dict[str, Any]:
@@ -61,6 +74,7 @@ class Report:
             "environment": [finding.as_json() for finding in self.environment],
             "model": [finding.as_json() for finding in self.model],
             "drafters": [finding.as_json() for finding in self.drafters],
+            "drafter": None if self.drafter is None else self.drafter.as_json(),
             "lossless": [comparison.as_json() for comparison in self.comparisons],
         }
 
@@ -95,13 +109,36 @@ def doctor(
             rich_help_panel=CHECK,
         ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Does this drafter suit the model? A directory, a hub id or a built-in name.",
+            show_default=False,
+            rich_help_panel=DRAFTER,
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Its method: {', '.join(METHODS)}. Default: what its config.json says. Alone, it asks about the "
+            "drafter that comes with the model.",
+            show_default=False,
+            rich_help_panel=DRAFTER,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")] = False,
     model: ModelOptions,
     engine: EngineOptions,
 ) -> None:
     settings = model.settings() | engine.settings() | {"model": chosen_model(positional, model)}
-    given = SpeculativeConfig.of(settings.pop("speculative_config"))
+    speculative = settings.pop("speculative_config")
     config = EngineConfig(**settings)
+    given = asked = None
+    if drafter is None and method is None:
+        given = SpeculativeConfig.of(speculative)
+    else:
+        asked = DrafterQuestion(speculative, method=method, drafter=drafter)
 
     from outrider.api.doctor.environment import look_at_environment
 
@@ -111,7 +148,8 @@ def doctor(
     if report.healthy:
         number = prompts or (LOSSLESS_PROMPTS if lossless else QUICK_PROMPTS)
         tokens = max_tokens or (LOSSLESS_TOKENS if lossless else QUICK_TOKENS)
-        _examine(report, config, given, every=lossless, prompts=number, max_tokens=tokens, as_json=as_json)
+        check = LosslessCheck(given=given, every=lossless, prompts=number, max_tokens=tokens)
+        _examine(report, config, asked, check, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     elif report.comparisons:
@@ -120,15 +158,35 @@ def doctor(
         raise typer.Exit(1)
 
 
+class DrafterQuestion:
+    """The drafter that somebody asks about."""
+
+    def __init__(self, speculative: dict[str, Any] | None, *, method: str | None, drafter: str | None) -> None:
+        self._speculative, self._method, self.drafter = speculative, method, drafter
+        known = method or (speculative or {}).get("method")
+        if known is not None:
+            self.speculation()  # a mistake in the options is one before anything is loaded
+
+    def speculation(self) -> SpeculativeConfig:
+        method = self._method
+        if method is None and "method" not in (self._speculative or {}):
+            from outrider.speculative.registry import guess_method
+
+            assert self.drafter is not None
+            method = guess_method(self.drafter)
+        return speculation_of(self._speculative, method=method, drafter=self.drafter, k=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessCheck:
+    given: SpeculativeConfig | None
+    every: bool
+    prompts: int
+    max_tokens: int
+
+
 def _examine(
-    report: Report,
-    config: EngineConfig,
-    given: SpeculativeConfig | None,
-    *,
-    every: bool,
-    prompts: int,
-    max_tokens: int,
-    as_json: bool,
+    report: Report, config: EngineConfig, asked: DrafterQuestion | None, check: LosslessCheck, *, as_json: bool
 ) -> None:
     """The model, its drafters, and the comparison."""
     from outrider.api.doctor.lossless import CheckPlan, check_prompts, compare_all
@@ -145,6 +203,13 @@ def _examine(
         _print_findings("model", report.model)
     if not report.healthy:
         return
+    if asked is not None:
+        report.drafter = _diagnose(plain, asked)
+        if not as_json:
+            _print_diagnosis(report.drafter)
+        if report.drafter.figures is None:
+            return
+        check = replace(check, given=asked.speculation())
 
     def build(speculation: SpeculativeConfig) -> Engine:
         engine = build_engine(replace(config, speculative_config=speculation), model=plain.model)
@@ -153,14 +218,26 @@ def _examine(
 
     drafters = [
         (_label(speculation), partial(build, speculation))
-        for speculation in _drafters(config.model, len(plain.model.spec.layers), given, every=every)
+        for speculation in _drafters(config.model, len(plain.model.spec.layers), check.given, every=check.every)
     ]
-    plan = CheckPlan(prompts=check_prompts(prompts), max_tokens=max_tokens)
+    plan = CheckPlan(prompts=check_prompts(check.prompts), max_tokens=check.max_tokens)
     with errors.status("comparing", spinner="dots") as status:
         told: Callable[[str], None] = lambda what: status.update(f"comparing: {what}")  # noqa: E731
         report.comparisons += compare_all(plain, drafters, plan, told if errors.is_terminal else lambda what: None)
     if not as_json:
         _print_findings("drafters", report.drafters)
+
+
+def _diagnose(plain: Engine, asked: DrafterQuestion) -> DrafterReport:
+    from outrider.api.doctor.drafter import examine_drafter, refused
+
+    try:
+        speculation = asked.speculation()
+    except ModelError as problem:
+        return refused("unknown", asked.drafter or "", problem)
+    with errors.status("measuring acceptance", spinner="dots") as status:
+        told: Callable[[str], None] = lambda what: status.update(f"measuring acceptance: {what}")  # noqa: E731
+        return examine_drafter(plain, speculation, told if errors.is_terminal else lambda what: None)
 
 
 def _drafters(model: str, layers: int, given: SpeculativeConfig | None, *, every: bool) -> Iterator[SpeculativeConfig]:
@@ -192,6 +269,41 @@ def _print_findings(title: str, findings: Sequence[Finding]) -> None:
         table.add_row(Text(word, style=style), finding.name, text)
     out.print(table)
     out.print()
+
+
+def _print_diagnosis(report: DrafterReport) -> None:
+    if report.figures is not None:
+        k = report.figures.k
+        title = f"acceptance of {report.drafter} ({report.method}, {counted(k, 'draft')} a step)"
+        out.print(Text(title, style="bold"), soft_wrap=True)
+        out.print(_figures_table(report.figures))
+        out.print()
+    _print_findings("diagnosis", [report.finding])
+
+
+def _figures_table(figures: Figures) -> Table:
+    table = Table(
+        caption=f"{figures.chats} built-in chats, {figures.tokens:,} tokens, greedy",
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("")
+    table.add_column("length", justify="right")
+    table.add_column("against\ncold", justify="right")
+    table.add_column("reads the output of layers")
+    rows = [("from a warm prefix cache", figures.warm)]
+    rows += [(f"layer ids {shift:+d}", figure) for shift, figure in figures.shifted.items()]
+    rows.append(("layers backwards: chance", figures.chance))
+    table.add_row("as it is, cold", f"{figures.cold:.2f}", "", _listed(figures.taps))
+    for name, figure in rows:
+        if figure is not None:
+            table.add_row(name, f"{figure.length:.2f}", f"{figure.ratio - 1:+.1%}", _listed(figure.taps))
+    return table
+
+
+def _listed(taps: Sequence[int]) -> str:
+    return ", ".join(map(str, taps)) or "none"
 
 
 def _print_certificate(comparisons: Sequence[Comparison]) -> None:

@@ -1,0 +1,409 @@
+"""How many drafts a target accepts: chats from a file, greedy and sampled, by category.
+
+    chat      its turns in order, each after the model's own answers to those before it
+    length    mean acceptance length: 1 + accepted drafts / steps that verified any
+    share     per draft position: how often, of all steps that verified any, the draft there was accepted
+
+Chats run side by side for speed. A step shares its rows among those who decode, and a drafter loses its KV where
+pages run out, so crowding could shorten drafts; nobody is let in who would crowd others, and the figures are those
+of chats that run alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outrider.config import EngineConfig
+from outrider.engine.build import Progress, build_engine
+from outrider.engine.engine import Engine
+from outrider.engine.outputs import RequestOutput, SpeculationCounts
+from outrider.errors import ConfigError, ModelError, RequestError
+from outrider.kv.sizing import worst_case_pages
+from outrider.models.load import LoadedModel
+from outrider.models.resolve import packaged_drafter
+from outrider.sampling import SamplingParams
+
+SEED = 20_260
+TURNS_MAX = 1_000
+"""Turns of a chat have seeds of their own; so many fit between those of one chat and of the next."""
+STEP_ROWS = 2_048
+"""Rows of a step, so that ordinary prompts pass in one."""
+EXPECTED = 'expected {"category": "…", "turns": ["first question", "next question"]} or {"prompt": "…"}'
+
+
+# ---- what is asked --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    turns: tuple[str, ...]
+    category: str | None
+    """None: counts under "all" only."""
+    number: int
+    """Its line in the file: what it draws depends on this, not on which other chats are asked."""
+    source: str
+    """For messages."""
+
+
+def read_chats(path: Path) -> list[Chat]:
+    """One JSON object per line; empty lines are skipped, broken ones are refused."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror or problem}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no UTF-8 text; convert it first") from None
+    # Not splitlines(): texts may hold other line ends than "\n" unescaped.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"{path} has no prompts; write one JSON object per line: {EXPECTED}")
+    return [_chat(f"{path}, line {number}", number, line) for number, line in lines]
+
+
+def _chat(source: str, number: int, line: str) -> Chat:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise ConfigError(f"{source} is no JSON ({problem}); {EXPECTED}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{source} is no JSON object; {EXPECTED}")
+    if "turns" in fields and "prompt" in fields:
+        raise ConfigError(f'{source} has both "turns" and "prompt"; keep one of them')
+    if "turns" not in fields and "prompt" not in fields:
+        raise ConfigError(f'{source} has neither "turns" nor "prompt"; {EXPECTED}')
+    turns = fields["turns"] if "turns" in fields else [fields["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        name = "turns" if "turns" in fields else "prompt"
+        raise ConfigError(f'{source}: "{name}" must hold text that is not empty; {EXPECTED}')
+    if len(turns) > TURNS_MAX:
+        raise ConfigError(f"{source} has {len(turns)} turns; at most {TURNS_MAX} are taken")
+    category = fields.get("category")
+    if category is not None and (not isinstance(category, str) or not category.strip()):
+        raise ConfigError(f'{source}: "category" must be a name, got {category!r}; leave it out for none')
+    return Chat(turns=tuple(turns), category=category, number=number, source=source)
+
+
+def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
+    """At most `limit` of each category, evenly spread over the file, in its order."""
+    if limit is None:
+        return list(chats)
+    by_category: dict[str | None, list[Chat]] = {}
+    for chat in chats:
+        by_category.setdefault(chat.category, []).append(chat)
+    chosen = [
+        members[place * len(members) // min(limit, len(members))]
+        for members in by_category.values()
+        for place in range(min(limit, len(members)))
+    ]
+    return sorted(chosen, key=lambda chat: chat.number)
+
+
+# ---- what came of it ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one chat or of many."""
+
+    prompts: int = 0
+    turns: int = 0
+    tokens: int = 0
+    steps: int = 0
+    """Target passes that sampled, those at the ends of prompts included."""
+    cached_tokens: int = 0
+    too_long: int = 0
+    """Chats that ended early because the next turn did not fit into the context."""
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    answers: list[list[int]] = field(default_factory=list)
+    """Token ids of every turn."""
+
+    def take(self, output: RequestOutput) -> None:
+        self.turns += 1
+        self.tokens += len(output.outputs[0].token_ids)
+        self.steps += output.metrics.steps
+        self.cached_tokens += output.metrics.cached_tokens
+        self.speculation.add(output.metrics.speculation)
+        self.answers.append(output.outputs[0].token_ids)
+
+    def add(self, other: Tally) -> None:
+        for name in ("prompts", "turns", "tokens", "steps", "cached_tokens", "too_long"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.speculation.add(other.speculation)
+        self.answers += other.answers
+
+    @property
+    def length(self) -> float:
+        return self.speculation.mean_acceptance_length
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    def accepted_share(self, k: int) -> list[float]:
+        """Per draft position."""
+        counts = self.speculation
+        at = counts.accepted_at + [0] * (k - len(counts.accepted_at))
+        return [number / counts.drafts if counts.drafts else 0.0 for number in at]
+
+    def as_json(self, k: int) -> dict[str, Any]:
+        counts = self.speculation
+        return {
+            "prompts": self.prompts,
+            "turns": self.turns,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "drafts": counts.drafts,
+            "draft_tokens": counts.draft_tokens,
+            "accepted_tokens": counts.accepted_tokens,
+            "mean_acceptance_length": self.length,
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance_rate": counts.acceptance_rate,
+            "accepted_share": self.accepted_share(k),
+            "too_long": self.too_long,
+        }
+
+
+def total(tallies: Sequence[Tally]) -> Tally:
+    everything = Tally()
+    for tally in tallies:
+        everything.add(tally)
+    return everything
+
+
+# ---- running chats --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Conversation:
+    chat: Chat
+    tally: Tally = field(default_factory=lambda: Tally(prompts=1))
+    messages: list[dict[str, str]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    """Token ids up to where the model speaks next."""
+    output: RequestOutput | None = None
+    """While it runs."""
+
+    @property
+    def asked(self) -> int:
+        """Turns so far."""
+        return (len(self.messages) + 1) // 2
+
+    @property
+    def speaks(self) -> bool:
+        """The prompt is behind it."""
+        return self.output is not None and bool(self.output.outputs[0].token_ids)
+
+    @property
+    def done(self) -> bool:
+        return self.asked == len(self.chat.turns)
+
+
+def run_chats(
+    engine: Engine,
+    chats: Sequence[Chat],
+    params: SamplingParams,
+    *,
+    at_once: int,
+    told: Callable[[int], None] = lambda turns: None,
+) -> list[Tally]:
+    """One tally per chat. `told` is called with the number of turns that ended. The engine must be idle."""
+    if engine.model.chat_template is None:
+        raise ModelError(
+            f"{engine.model.name} has no chat template, so it cannot be asked in turns; choose a model that is made "
+            "for conversations with --model"
+        )
+    return _ChatRun(engine, chats, params, at_once, told).run()
+
+
+class _ChatRun:
+    def __init__(
+        self,
+        engine: Engine,
+        chats: Sequence[Chat],
+        params: SamplingParams,
+        at_once: int,
+        told: Callable[[int], None],
+    ) -> None:
+        assert not engine.has_work
+        self._engine, self._params, self._told = engine, params, told
+        self._all = [_Conversation(chat) for chat in chats]
+        self._waiting = deque(self._all)
+        self._running: dict[str, _Conversation] = {}
+        layout, rows = engine.scheduler.kv.layout, engine.config.max_num_batched_tokens
+        self._layout = layout
+        self._draft_rows = layout.footprint.draft_rows(engine.k)
+        self._decode_rows = 1 + engine.k + self._draft_rows
+        # An eighth of a step is kept for prompts.
+        roomy = (rows - max(1 + layout.footprint.token_reach, rows // 8)) // self._decode_rows
+        self._at_once = max(1, min(at_once, engine.config.max_num_seqs, roomy))
+
+    def run(self) -> list[Tally]:
+        engine = self._engine
+        try:
+            while self._waiting or self._running:
+                self._let_in()
+                for output in engine.step() if self._running else ():
+                    if output.finished:
+                        self._end_turn(output)
+        finally:
+            # An interrupted run leaves nothing behind.
+            for name in self._running:
+                engine.abort(name)
+        return [conversation.tally for conversation in self._all]
+
+    def _let_in(self) -> None:
+        """One at a time, and only whoever leaves all rows and pages to the others that they would have alone."""
+        while self._waiting:
+            conversation = self._waiting[0]
+            if not conversation.prompt:
+                self._ask(conversation)
+            if not self._fits(conversation):
+                self._waiting.popleft()
+                conversation.tally.too_long += 1
+                self._told(len(conversation.chat.turns) - conversation.asked + 1)
+                continue
+            if not self._running or self._has_room_for(conversation):
+                self._waiting.popleft()
+                self._start(conversation)
+            return
+
+    def _ask(self, conversation: _Conversation) -> None:
+        conversation.messages.append({"role": "user", "content": conversation.chat.turns[conversation.asked]})
+        model = self._engine.model
+        assert model.chat_template is not None
+        text = model.chat_template.render(conversation.messages, add_generation_prompt=True)
+        conversation.prompt = model.tokenizer.encode(text, add_special_tokens=False)
+
+    def _most_tokens(self, conversation: _Conversation) -> int:
+        assert self._params.max_tokens is not None
+        return len(conversation.prompt) + self._params.max_tokens
+
+    def _pages(self, conversation: _Conversation) -> list[int]:
+        kv, k = self._engine.scheduler.kv, self._engine.k
+        return worst_case_pages(self._layout, kv.config, self._most_tokens(conversation), k, draft=True)
+
+    def _fits(self, conversation: _Conversation) -> bool:
+        """Into the context, and alone into the memory."""
+        if self._most_tokens(conversation) > self._engine.max_model_len:
+            return False
+        arenas = self._engine.scheduler.kv.config.arena_pages
+        return all(needed < pages for needed, pages in zip(self._pages(conversation), arenas, strict=True))
+
+    def _has_room_for(self, conversation: _Conversation) -> bool:
+        running = list(self._running.values())
+        if len(running) >= self._at_once:
+            return False
+        if any(not other.speaks for other in running):
+            return False  # a prompt is under way
+        rows = len(conversation.prompt) + self._draft_rows + len(running) * self._decode_rows
+        if rows > self._engine.config.max_num_batched_tokens:
+            return False
+        held = zip(*(self._pages(each) for each in (*running, conversation)), strict=True)
+        arenas = self._engine.scheduler.kv.config.arena_pages
+        return all(sum(needed) < pages for needed, pages in zip(held, arenas, strict=True))
+
+    def _start(self, conversation: _Conversation) -> None:
+        engine, chat = self._engine, conversation.chat
+        name = f"{chat.number}, turn {conversation.asked}"
+        params = self._params
+        if params.seed is not None:
+            params = replace(params, seed=params.seed + TURNS_MAX * chat.number + conversation.asked)
+        engine.add_request(name, conversation.prompt, params)
+        conversation.output = engine.output(name)
+        self._running[name] = conversation
+
+    def _end_turn(self, output: RequestOutput) -> None:
+        conversation = self._running.pop(output.request_id)
+        if output.error is not None:
+            raise RequestError(f"{conversation.chat.source}, turn {conversation.asked}: {output.error}")
+        conversation.tally.take(output)
+        conversation.output = None
+        conversation.prompt = []
+        self._told(1)
+        if not conversation.done:
+            conversation.messages.append({"role": "assistant", "content": output.outputs[0].text})
+            self._waiting.appendleft(conversation)
+
+
+# ---- the benchmark --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceConfig:
+    engine: EngineConfig
+    """With its speculative_config."""
+    max_tokens: int = 256
+    """Of each answer."""
+    temperature: float | None = 0.7
+    """Of the sampled pass; None: greedy only."""
+    seed: int = SEED
+    batch: int = 16
+    """Chats at once; the figures do not depend on it."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.engine.speculative_config is None:
+            raise ConfigError("no drafting method is given, so nothing can be accepted; choose one with --method")
+        if self.temperature is not None and SamplingParams(temperature=self.temperature).greedy:
+            raise ConfigError(
+                f"the sampled pass at temperature {self.temperature:g} would repeat the greedy one; "
+                "choose a higher temperature or --no-sampled"
+            )
+
+    @property
+    def samplings(self) -> dict[str, SamplingParams]:
+        greedy = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+        if self.temperature is None:
+            return {"greedy": greedy}
+        return {"greedy": greedy, "sampled": replace(greedy, temperature=self.temperature, seed=self.seed)}
+
+
+def prepare(config: AcceptanceConfig, model: LoadedModel | None = None, progress: Progress | None = None) -> Engine:
+    speculation = config.engine.speculative_config
+    assert speculation is not None
+    # Enough for most drafters; where one proposes in more rows, fewer chats are let in.
+    crowd_rows = 2 * config.batch * 2 * (1 + speculation.num_speculative_tokens)
+    settings = replace(
+        config.engine,
+        max_num_seqs=config.batch,
+        max_num_batched_tokens=max(config.engine.max_num_batched_tokens, STEP_ROWS, crowd_rows),
+        # What others left in the cache would decide how much of a drafter's context is there.
+        enable_prefix_caching=False,
+    )
+    return build_engine(settings, model=model, progress=progress)
+
+
+def measure(
+    config: AcceptanceConfig,
+    engine: Engine,
+    chats: Sequence[Chat],
+    told: Callable[[str, int], None] = lambda what, turns: None,
+) -> dict[str, Any]:
+    """Plain data, ready for JSON. `told` gets the pass and the number of turns that ended."""
+    speculation = config.engine.speculative_config
+    assert speculation is not None
+    report: dict[str, Any] = {
+        "config": asdict(config) | {"k": engine.k, "max_model_len": engine.max_model_len},
+        "model": engine.model.name,
+        "drafter": speculation.model or packaged_drafter(engine.model.name, speculation.method) or speculation.method,
+        "sampled": None,
+    }
+    for name, params in config.samplings.items():
+        tallies = run_chats(engine, chats, params, at_once=config.batch, told=partial(told, name))
+        categories: dict[str, list[Tally]] = {}
+        for chat, tally in zip(chats, tallies, strict=True):
+            if chat.category is not None:
+                categories.setdefault(chat.category, []).append(tally)
+        report[name] = {
+            "all": total(tallies).as_json(engine.k),
+            "categories": {category: total(some).as_json(engine.k) for category, some in sorted(categories.items())},
+        }
+    return report
