@@ -139,6 +139,15 @@ def test_a_drafter_can_be_loaded_with_other_taps(name: str, target: LoadedModel,
             load_drafter(config, settings_for(target, taps=wrong))
 
 
+def test_a_module_of_the_target_can_read_another_layer(target: LoadedModel, tmp_path: Path) -> None:
+    case = CASES["mtp, qwen"]
+    plain = case.load(tmp_path, target, settings_for(target)).footprint
+    shifted = case.load(tmp_path, target, settings_for(target, taps=(LAYERS - 2,))).footprint
+    assert (plain.taps, shifted.taps) == ((LAYERS - 1,), (LAYERS - 2,))
+    assert shifted.fingerprint != plain.fingerprint
+    assert written_layer_ids(SpeculativeConfig(method="mtp"), settings_for(target), (LAYERS - 2,)) is None
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [
