@@ -56,6 +56,8 @@ def use_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def build_tiny(config: EngineConfig, **given: Any) -> Engine:
         return real(config, **(given | {"model": chat_model()}))
 
+    # It is nobody's target.
+    monkeypatch.setattr("outrider.api.cli.chat.packaged_speculations", lambda model: [])
     for module in ("outrider.engine.build", "outrider.api.llm", "outrider.bench.decode", "outrider.bench.speedup"):
         __import__(module)
         monkeypatch.setattr(f"{module}.build_engine", build_tiny)

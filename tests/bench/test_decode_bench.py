@@ -9,23 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.tiny import byte_tokenizer, tiny_model, tiny_spec
+from tests.engine.tiny import tiny_model, tiny_spec
 
+from outrider.api.cli.engine_options import packaged_speculations
 from outrider.bench import decode
 from outrider.bench.contestants import TransformersContestant, torch_threads
 from outrider.bench.decode import DecodeBenchConfig, measure, measurements, prepare
 from outrider.bench.reference import reference_model, why_no_reference
-from outrider.bench.texts import TEXTS, prompts_of
+from outrider.bench.texts import PLAIN_TEXTS, QUESTIONS, prompts_of
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.errors import ConfigError
+from outrider.models.chat import ChatTemplate
 from outrider.models.load import LoadedModel
+from outrider.models.resolve import DEFAULT_MODEL
 
 pytest.importorskip("transformers")
 
 CONFIG = DecodeBenchConfig(
     engine=EngineConfig(ops="torch", num_threads=1, max_model_len=128, kv_cache_memory_bytes=1 << 23),
-    speculation=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+    speculations=(SpeculativeConfig(method="ngram", num_speculative_tokens=3),),
     batches=(1, 2),
     prompt_tokens=12,
     tokens=10,
@@ -50,16 +53,16 @@ def report() -> dict[str, Any]:
 
 def test_every_contestant_runs_in_every_case_it_can(report: dict[str, Any]) -> None:
     cases = {(case["batch"], case["text"]): set(case["contestants"]) for case in report["cases"]}
-    assert set(cases) == {(batch, text) for batch in (1, 2) for text in TEXTS}
+    assert set(cases) == {(batch, text) for batch in (1, 2) for text in PLAIN_TEXTS}
     for (batch, _text), names in cases.items():
         lookup = {"transformers, prompt lookup"} if batch == 1 else set()
-        assert names == {"outrider", "outrider, ngram", "transformers"} | lookup
+        assert names == {"outrider", "outrider, ngram, k = 3", "transformers"} | lookup
 
 
 def test_contestants_take_turns(report: dict[str, Any]) -> None:
     rounds = [line for line in report["told"] if line.startswith("round ") and line.endswith("batch 2, ordinary text")]
     names = [line.split(": ")[1].removesuffix(", batch 2, ordinary text") for line in rounds]
-    assert names == ["outrider", "outrider, ngram", "transformers"] * 2
+    assert names == ["outrider", "outrider, ngram, k = 3", "transformers"] * 2
     assert sum(line.startswith("warming up") for line in report["told"]) == 7
 
 
@@ -120,17 +123,44 @@ def test_models_that_are_no_plain_llama_are_measured_alone() -> None:
     arena = prepare(config, model=tiny_model())
     result = measure(config, arena)
     assert "plain Llama" in result["note"]
-    assert {name for case in result["cases"] for name in case["contestants"]} == {"outrider", "outrider, ngram"}
+    assert {name for case in result["cases"] for name in case["contestants"]} == {"outrider", "outrider, ngram, k = 3"}
     assert all(entry["ratio"] is None for case in result["cases"] for entry in case["contestants"].values())
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", PLAIN_TEXTS)
 @pytest.mark.parametrize("tokens", [1, 64, 5000])
 def test_prompts_have_exactly_the_length_asked_for_and_differ(text: str, tokens: int) -> None:
-    prompts = prompts_of(text, byte_tokenizer(), number=10, tokens=tokens)
+    prompts = prompts_of(text, llama(), number=10, tokens=tokens)
     assert [len(prompt) for prompt in prompts] == [tokens] * 10
     if tokens > 1:
         assert len({tuple(prompt) for prompt in prompts[:8]}) == 8
+
+
+def test_questions_are_chats_and_differ() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>", source="test"
+    )
+    model = replace(llama(), chat_template=template)
+    prompts = prompts_of("chat", model, number=2 * len(QUESTIONS), tokens=7)
+    assert len({tuple(prompt) for prompt in prompts}) == 2 * len(QUESTIONS)
+    text = model.tokenizer.decode(prompts[1])
+    assert text == f"<user>{QUESTIONS[1]}<assistant>"
+
+
+def test_several_drafters_take_part_beside_each_other() -> None:
+    """Each with its own number of drafts; a model that is made for conversations is asked questions too."""
+    speculations = tuple(SpeculativeConfig(method="ngram", num_speculative_tokens=k) for k in (1, 4))
+    config = replace(CONFIG, speculations=speculations, rounds=1, batches=(1,), texts=("repetitive",))
+    result = measure(config, prepare(config, model=llama()))
+    (case,) = result["cases"]
+    assert {"outrider", "outrider, ngram, k = 1", "outrider, ngram, k = 4"} < set(case["contestants"])
+    assert result["draft_kv_share"] == {"outrider": 0, "outrider, ngram, k = 1": 0, "outrider, ngram, k = 4": 0}
+
+
+def test_a_model_brings_its_drafters() -> None:
+    found = [json.loads(text)["method"] for text in packaged_speculations(DEFAULT_MODEL)]
+    assert found == ["dflash", "eagle3"]
+    assert packaged_speculations("some/other-model") == []
 
 
 def test_threads_of_torch_are_put_back() -> None:
@@ -161,6 +191,7 @@ def test_the_command_prints_tables_or_json(
         decode, "build_engine", lambda config, **given: build_engine(config, **(given | {"model": llama()}))
     )
     sizes = ("--batch", 1, "--prompt-tokens", 8, "--tokens", 4, "--rounds", 1)
+    sizes += ("--speculative-config", '{"method": "ngram"}')
     arguments = ("bench", "decode", *sizes, "--ops", "torch", "--num-threads", 1, *(["--json"] if as_json else []))
     run = run_main(monkeypatch, capsys, arguments, "")
     assert run.status == 0, run.err

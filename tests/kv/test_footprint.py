@@ -118,6 +118,14 @@ def test_a_block_ends_at_the_drafters_limit() -> None:
     assert footprint.scratch_ahead(0) == 0
 
 
+@pytest.mark.parametrize("max_len", [None, 100, 200])
+def test_no_block_reaches_past_the_models_limit(max_len: int | None) -> None:
+    """Where the memory allows less than drafter and model would, nothing shortens a block: it is not begun."""
+    footprint = drafter("dflash", max_len=max_len, block_rows=6)
+    found = [footprint.fit(k=3, v=v, max_model_len=100, remaining_tokens=9) for v in range(93, 99)]
+    assert found == ([3, 3, 3, 3, 2, 1] if max_len == 100 else [3, 3, 0, 0, 0, 0])
+
+
 def test_reservation_without_proposing_still_holds_the_durable_lead() -> None:
     assert drafter("draft_model").reserve_end(v=16, k=0) == 17
     assert drafter("eagle").reserve_end(v=16, k=0) == 16

@@ -129,6 +129,16 @@ def matrices(parameters: DecoderParameters) -> list[torch.Tensor]:
     return [plain(matrix) for matrix in found]
 
 
+def test_a_quantised_vector_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_model("llama", intermediate_size=64)
+    tensors = gguf_tensors(model, interleaved=True)
+    width = model.config.hidden_size
+    tensors["output_norm.weight"] = (gguf.quantize(np.ones((1, width), np.float32), Kind.Q8_0)[0], Kind.Q8_0)
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", gguf_metadata(model, "llama"), tensors)
+    with pytest.raises(ModelError, match=r"output_norm\.weight is a vector, but quantised as Q8_0"):
+        load_model(str(path), dtype=torch.float32)
+
+
 def test_a_matrix_of_differently_stored_parts_is_written_out(tmp_path: Path) -> None:
     """As in files that keep more bits of some tensors: values in Q5_1 beside queries and keys in Q4_1."""
     model = tiny_model("llama", intermediate_size=64)

@@ -47,6 +47,13 @@ class OutriderContestant(Contestant):
         self.engine = engine
         self._speculate = speculate
 
+    @property
+    def draft_kv_share(self) -> float:
+        """Bytes of the drafter's KV for each byte of the target's."""
+        groups, targets = self.engine.scheduler.kv.layout.groups, self.engine.scheduler.kv.layout.num_target
+        sizes = [group.slot_bytes for group in groups]
+        return sum(sizes[targets:]) / sum(sizes[:targets])
+
     def run(self, prompts: Sequence[list[int]], tokens: int) -> Run:
         engine = self.engine
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from outrider.bench.contestants import Contestant, OutriderContestant, Run, TransformersContestant
 from outrider.bench.reference import reference_model, why_no_reference
-from outrider.bench.speedup import plain_engine
-from outrider.bench.texts import TEXTS, prompts_of
+from outrider.bench.texts import PLAIN_TEXTS, TEXTS, prompts_of
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import Progress, build_engine
 from outrider.engine.engine import Engine
@@ -37,17 +36,19 @@ from outrider.sampling import SamplingParams
 WARM_UP_TOKENS = 8
 BUSY_SHARE = 0.5
 PLAIN, REFERENCE = "outrider", "transformers"
+LOOKUP = f"{REFERENCE}, prompt lookup"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBenchConfig:
     engine: EngineConfig
-    speculation: SpeculativeConfig
+    speculations: tuple[SpeculativeConfig, ...]
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 64
     tokens: int = 128
     rounds: int = 5
-    texts: tuple[str, ...] = TEXTS
+    texts: tuple[str, ...] | None = None
+    """None: all kinds that the model can be given."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "tokens", "rounds"):
@@ -71,6 +72,7 @@ class Arena(NamedTuple):
     contestants: list[Contestant]
     model: LoadedModel
     plain: Engine
+    texts: tuple[str, ...]
     memory_mb: dict[str, float]
     """Resident memory after each was made."""
     note: str | None
@@ -82,34 +84,33 @@ def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progres
     longest = config.prompt_tokens + config.tokens
     settings = replace(
         config.engine,
-        speculative_config=config.speculation,
+        speculative_config=None,
         num_threads=threads,
         max_num_seqs=max(config.batches),
         max_num_batched_tokens=max(config.engine.max_num_batched_tokens, max(config.batches) * config.prompt_tokens),
         # Rounds repeat their prompts: a cache would hand the later ones their prefill.
         enable_prefix_caching=False,
     )
-    speculating = build_engine(settings, model=model, progress=progress)
-    if longest > speculating.max_model_len:
+    plain = build_engine(settings, model=model, progress=progress)
+    if longest > plain.max_model_len:
         raise ConfigError(
             f"{config.prompt_tokens} prompt tokens and {config.tokens} generated ones exceed the context of "
-            f"{speculating.max_model_len}; ask for fewer"
+            f"{plain.max_model_len}; ask for fewer"
         )
-    plain = plain_engine(speculating)
+    contestants: list[Contestant] = [OutriderContestant(PLAIN, plain, speculate=False)]
+    for speculation in config.speculations:
+        engine = build_engine(replace(settings, speculative_config=speculation), model=plain.model, progress=progress)
+        name = f"{PLAIN}, {speculation.method}, k = {speculation.num_speculative_tokens}"
+        contestants.append(OutriderContestant(name, engine, speculate=True))
     memory = {PLAIN: _resident_mb()}
-    contestants: list[Contestant] = [
-        OutriderContestant(PLAIN, plain, speculate=False),
-        OutriderContestant(f"{PLAIN}, {config.speculation.method}", speculating, speculate=True),
-    ]
+    texts = TEXTS if plain.model.chat_template is not None else PLAIN_TEXTS
     note = why_no_reference(plain.model.spec)
     if note is None:
         reference = reference_model(plain.model)
         contestants.append(TransformersContestant(REFERENCE, reference, threads))
-        contestants.append(
-            TransformersContestant(f"{REFERENCE}, prompt lookup", reference, threads, lookup=config.speculation)
-        )
+        contestants.append(TransformersContestant(LOOKUP, reference, threads, lookup=SpeculativeConfig(method="ngram")))
         memory[REFERENCE] = _resident_mb()
-    return Arena(contestants, plain.model, plain, memory, note)
+    return Arena(contestants, plain.model, plain, config.texts or texts, memory, note)
 
 
 def how_busy() -> str | None:
@@ -145,21 +146,20 @@ class Case(NamedTuple):
 def measurements(config: DecodeBenchConfig, arena: Arena) -> int:
     """How many runs there will be, warm-up included."""
     per_round = sum(c.takes(batch) for c in arena.contestants for batch in config.batches)
-    return per_round * (1 + config.rounds * len(config.texts))
+    return per_round * (1 + config.rounds * len(arena.texts))
 
 
 def measure(config: DecodeBenchConfig, arena: Arena, told: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """Run everything. The result is plain data, ready for JSON."""
-    cases = [Case(batch, text) for batch in config.batches for text in config.texts]
+    cases = [Case(batch, text) for batch in config.batches for text in arena.texts]
     prompts = {
-        case: prompts_of(case.text, arena.model.tokenizer, number=case.batch, tokens=config.prompt_tokens)
-        for case in cases
+        case: prompts_of(case.text, arena.model, number=case.batch, tokens=config.prompt_tokens) for case in cases
     }
     for batch in config.batches:
         for contestant in arena.contestants:
             if contestant.takes(batch):
                 told(f"warming up: {contestant.name}, batch {batch}")
-                contestant.run(prompts[Case(batch, config.texts[0])], min(WARM_UP_TOKENS, config.tokens))
+                contestant.run(prompts[Case(batch, arena.texts[0])], min(WARM_UP_TOKENS, config.tokens))
     runs: dict[Case, dict[str, list[Run]]] = {case: {} for case in cases}
     for number in range(config.rounds):
         for case in cases:
@@ -170,11 +170,12 @@ def measure(config: DecodeBenchConfig, arena: Arena, told: Callable[[str], None]
                         run = contestant.run(prompts[case], config.tokens)
                     runs[case].setdefault(contestant.name, []).append(run)
     return {
-        "config": asdict(config) | {"num_threads": arena.plain.config.num_threads},
+        "config": asdict(config) | {"num_threads": arena.plain.config.num_threads, "texts": arena.texts},
         "model": arena.model.name,
         "dtype": str(arena.model.dtype).removeprefix("torch."),
         "kernels": type(arena.plain.runner.ops).__name__,
         "cases": [_case_report(config, arena, case, prompts[case], runs[case]) for case in cases],
+        "draft_kv_share": {c.name: c.draft_kv_share for c in arena.contestants if isinstance(c, OutriderContestant)},
         "memory_mb": arena.memory_mb | {"peak": _peak_mb()},
         "note": arena.note,
     }

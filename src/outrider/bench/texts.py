@@ -1,10 +1,11 @@
-"""Prompts for measurements: ordinary prose, and text that repeats itself as lists, tables and code do."""
+"""Prompts for measurements: prose, text that repeats itself as lists, tables and code do, and questions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 
+from outrider.models.load import LoadedModel
 from outrider.models.tokenizer import Tokenizer
 
 PROSE = (
@@ -45,15 +46,36 @@ ROWS: tuple[Callable[[int], str], ...] = (
     lambda i: "Row, row, row your boat, gently down the stream,\n",
 )
 
-TEXTS = ("ordinary", "repetitive")
+QUESTIONS = (
+    "Explain to a child why the moon changes its shape.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take? Show your steps.",
+    "Write a Python function that returns the second largest number of a list, with a short explanation.",
+    "Give me five tips for a first visit to a large museum.",
+    "Summarise the advantages and disadvantages of working from home.",
+    "Write a short letter to a neighbour whose dog barks at night.",
+    "What happens in a cell during photosynthesis?",
+    "Compare tea and coffee in a few sentences.",
+)
+
+PLAIN_TEXTS = ("ordinary", "repetitive")
+TEXTS = (*PLAIN_TEXTS, "chat")
+"""The last needs a model that is made for conversations."""
 
 
-def prompts_of(text: str, tokenizer: Tokenizer, *, number: int, tokens: int) -> list[list[int]]:
-    """So many prompts of exactly so many tokens, all different; `text` is one of TEXTS."""
-    return [
-        _cut(tokenizer, _prose_from(place) if text == "ordinary" else _rows_from(place), tokens)
-        for place in range(number)
-    ]
+def prompts_of(text: str, model: LoadedModel, *, number: int, tokens: int) -> list[list[int]]:
+    """So many prompts, all different; `text` is one of TEXTS. All but questions have exactly so many tokens."""
+    if text == "chat":
+        return [_question(model, place) for place in range(number)]
+    parts = _prose_from if text == "ordinary" else _rows_from
+    return [_cut(model.tokenizer, parts(place), tokens) for place in range(number)]
+
+
+def _question(model: LoadedModel, place: int) -> list[int]:
+    assert model.chat_template is not None
+    again = place // len(QUESTIONS)
+    text = QUESTIONS[place % len(QUESTIONS)] + (f" (Answer number {again + 1}.)" if again else "")
+    rendered = model.chat_template.render([{"role": "user", "content": text}])
+    return model.tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def _prose_from(place: int) -> Iterator[str]:

@@ -82,7 +82,10 @@ def build_engine(
         )
     kv_dtype = dtype
     groups = layer_groups(model.spec, owner="target", page_tokens=config.block_size, item_bytes=kv_dtype.itemsize)
-    decoder = Decoder(model.spec, model.parameters, ops, max_position=limit)
+    # A file may promise any length: tables are made for what the memory can hold.
+    room = tokens_that_fit(KVLayout(target=groups.specs), kv_budget_bytes(config, device), limit)
+    limit = limit if config.max_model_len is not None else room
+    decoder = Decoder(model.spec, model.parameters, ops, max_position=min(limit, room))
     k = 0
     if config.speculative_config is not None:
         k = config.speculative_config.num_speculative_tokens

@@ -7,7 +7,10 @@ take each apart again in everything that calls it: minutes instead of seconds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -62,6 +65,23 @@ def part(function: Callable[..., Any], item: int, **names: Any) -> Any:
     return njit(**OPTIONS)(specialised(function, f"{function.__name__}_{ITEMS[item]}", **names))
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put an interrupt off: one that lands in the middle of an import or of Numba's own bookkeeping is swallowed
+    there or leaves it broken."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if noted:
+        signal.raise_signal(signal.SIGINT)
+
+
 class Kernel:
     """A C function void(job, chunk, scratch), compiled or read from disk when its address is first asked for."""
 
@@ -74,8 +94,9 @@ class Kernel:
     @property
     def address(self) -> int:
         if not self._address:
-            self._compiled = cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(self._function)
-            self._address = cast(int, self._compiled.address)
+            with uninterrupted():
+                self._compiled = cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(self._function)
+                self._address = cast(int, self._compiled.address)
         return self._address
 
 
@@ -88,4 +109,5 @@ class Entry:
         self.call: Any = njit(cache=True, **OPTIONS)(named)
 
     def compile(self) -> None:
-        self.call.compile(self._signature)
+        with uninterrupted():
+            self.call.compile(self._signature)

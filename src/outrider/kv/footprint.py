@@ -265,14 +265,17 @@ class KVFootprint:
     def fit(self, *, k: int, v: int, max_model_len: int, remaining_tokens: int) -> int:
         """The largest number of drafts, at most k, that may be proposed from v.
 
-        Scratch must lie below the drafter's limit, the verified row of the last draft below the model's,
-        and one token of the remaining ones always comes from the target.
+        Scratch must lie below the drafter's limit, the verified row of the last draft and the rows of a block below
+        the model's, and one token of the remaining ones always comes from the target.
         """
         if self.proposing is Proposing.NOTHING:
             return 0
         k = min(k, max_model_len - v - 1, remaining_tokens - 1)
         if self.max_len is not None and self.groups:
             k = min(k, self.max_len - v - self.scratch_extra)
+        if self.block_rows and k > 0 and self.scratch(v, k).end > max_model_len:
+            # A block ends at the drafter's own limit, but nothing shortens it to the model's.
+            return 0
         return max(0, k)
 
 

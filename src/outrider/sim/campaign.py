@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import Pool
 from typing import Any
 
 from outrider.sim.scenario import Scenario, draw
@@ -122,7 +123,8 @@ class Tally:
         }
 
 
-def _run_chunk(seed: int, first: int, stop: int) -> list[tuple[int, Result]]:
+def _run_chunk(chunk: tuple[int, int, int]) -> list[tuple[int, Result]]:
+    seed, first, stop = chunk
     return [(index, run_scenario(draw(seed, index))) for index in range(first, stop)]
 
 
@@ -146,8 +148,12 @@ def _results(seed: int, scenarios: int, processes: int) -> Iterator[tuple[int, R
         for index in range(scenarios):
             yield (index, run_scenario(draw(seed, index)))
         return
-    with ProcessPoolExecutor(max_workers=processes) as pool:
-        starts = range(0, scenarios, CHUNK)
-        futures = [pool.submit(_run_chunk, seed, first, min(first + CHUNK, scenarios)) for first in starts]
-        for future in futures:
-            yield from future.result()
+    chunks = [(seed, first, min(first + CHUNK, scenarios)) for first in range(0, scenarios, CHUNK)]
+    # Leaving the block, by an interrupt too, ends the processes; they themselves leave interrupts to this one.
+    with Pool(processes, initializer=_leave_interrupts) as pool:
+        for results in pool.imap(_run_chunk, chunks):
+            yield from results
+
+
+def _leave_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -61,7 +61,13 @@ def draft_model_from(model: LoadedModel, settings: DrafterSettings, *, num_layer
     limit = min(settings.max_model_len, spec.max_position)
     groups = layer_groups(spec, owner="draft", page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize)
     decoder = Decoder(spec, parameters, settings.ops, max_position=limit)
-    return DraftModel(decoder, groups, max_len=limit, fingerprint=fingerprint)
+    return DraftModel(
+        decoder,
+        groups,
+        max_len=limit,
+        fingerprint=fingerprint,
+        target_vocab_size=settings.target.spec.vocab_size,
+    )
 
 
 def _dflash(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:

@@ -14,6 +14,7 @@ from outrider.api.cli.engine_options import (
     SPECULATIVE_EXAMPLE,
     ModelOptions,
     chosen_model,
+    packaged_speculations,
     speculative_mapping,
 )
 from outrider.api.cli.grouped import grouped
@@ -27,10 +28,10 @@ MEASURED = "What is measured"
 
 DECODE_HELP = (
     "Measure how fast text is generated.\n\n"
-    "Outrider without speculation and with it (n-gram look-up), on ordinary and on repetitive text; beside it "
-    "Transformers with the same weights, plain and with its prompt look-up. All in one process, in turns, on the "
-    "same number of cores; medians over the rounds. Greedy and past end-of-text, so that all generate the same "
-    "number of tokens, which are compared.\n\n"
+    "Outrider without speculation and with every drafter that is there for the model, on ordinary and on "
+    "repetitive text and on chats; beside it Transformers with the same weights, plain and with its prompt look- "
+    "up. All in one process, in turns, on the same number of cores; medians over the rounds. Greedy and past end- "
+    "of-text, so that all generate the same number of tokens, which are compared.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider bench decode\n\n"
     "  outrider bench decode --quick --batch 1\n\n"
@@ -77,27 +78,28 @@ def bench_decode(
         typer.Option("--quick", help="Fewer tokens and rounds: sooner, but noisier.", rich_help_panel=MEASURED),
     ] = False,
     speculative_config: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help=f"How to draft, as JSON. Default '{SPECULATIVE_EXAMPLE}'.",
+            help=f"How to draft, as JSON; may be repeated. Default: '{SPECULATIVE_EXAMPLE}' and, for a model that "
+            "comes with drafters, those.",
             metavar="JSON",
             show_default=False,
             rich_help_panel=ENGINE,
         ),
-    ] = SPECULATIVE_EXAMPLE,
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")] = False,
     model: ModelOptions,
 ) -> None:
-    speculation = SpeculativeConfig.of(speculative_mapping(speculative_config))
-    assert speculation is not None
     engine = EngineConfig(**(model.settings() | {"model": chosen_model(positional, model)}))
+    given = [*packaged_speculations(engine.model), SPECULATIVE_EXAMPLE]
+    speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in speculative_config or given]
 
     from outrider.bench.decode import DecodeBenchConfig, how_busy, measure, measurements, prepare
 
     busy = how_busy()
     config = DecodeBenchConfig(
         engine=engine,
-        speculation=speculation,
+        speculations=tuple(dict.fromkeys(each for each in speculations if each is not None)),
         batches=tuple(dict.fromkeys(batch or DEFAULT_BATCHES)),
         prompt_tokens=prompt_tokens,
         tokens=tokens or (QUICK_TOKENS if quick else DEFAULT_TOKENS),
@@ -111,11 +113,15 @@ def bench_decode(
         errors.print(Text(f"note: {busy}", style="yellow"), soft_wrap=True)
     with progress_bar() as bar:
         task = bar.add_task("", total=measurements(config, arena))
-        begun = 0
+        begun, shown = 0, ["nothing yet"]
 
         def told(what: str) -> None:
             nonlocal begun
             bar.update(task, description=what, completed=begun)
+            if not errors.is_terminal and not what.startswith(shown[-1]):
+                # Whoever reads a file later, or waits at a pipe, is told once a round.
+                shown.append(what.split(":")[0])
+                errors.print(f"{shown[-1]} …")
             begun += 1
 
         report = measure(config, arena, told) | {"busy": busy}
@@ -137,6 +143,10 @@ def print_report(report: dict[str, Any]) -> None:
     for case in report["cases"]:
         out.print(_case_table(case, compared=compared))
     _print_agreement(report, compared=compared)
+    shares = {name: share for name, share in report["draft_kv_share"].items() if share}
+    if shares:
+        told = ", ".join(f"{share:.1%} with {name.split(', ')[1]}" for name, share in shares.items())
+        out.print(f"Draft KV, as a share of the target's: {told}.", soft_wrap=True)
     memory = dict(report["memory_mb"])
     peak = memory.pop("peak")
     resident = ", ".join(f"{megabytes:,.0f} MB with {name}" for name, megabytes in memory.items())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, packaged_speculations
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.sampling_options import SamplingOptions
 from outrider.api.cli.terminal import errors, interruptible, loading, out
@@ -27,9 +27,10 @@ PROBE_LIMIT_S = 0.5
 CONVERSATION = "Conversation"
 CHAT_HELP = (
     "Talk to a model.\n\n"
-    "Drafts come from the conversation itself (n-gram look-up) unless --speculative-config names another "
-    "drafter; the text is the same with any of them. After each answer: tokens/s, the acceptance length, and "
-    f"the speed-up against plain steps measured on the spot. An answer has at most {DEFAULT_MAX_TOKENS} tokens.\n\n"
+    "Drafts come from the drafter that is made for the model, or else from the conversation itself (n-gram look- "
+    "up), unless --speculative-config names another; the text is the same with any of them. After each answer: "
+    "tokens/s, the acceptance length, and the speed-up against plain steps measured on the spot. An answer has at "
+    f"most {DEFAULT_MAX_TOKENS} tokens.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider chat --show-drafts\n\n"
     '  outrider chat --once "Write a haiku about horses." --temperature 0.7 --seed 1\n\n'
@@ -74,7 +75,8 @@ def chat(
         raise RequestError("--once needs a prompt; give at least one word")
     sampling.check()
     if engine.speculative_config is None and not no_speculation:
-        engine = replace(engine, speculative_config=DEFAULT_SPECULATION)
+        chosen = [*packaged_speculations(chosen_model(positional, model)), DEFAULT_SPECULATION][0]
+        engine = replace(engine, speculative_config=chosen)
     settings = model.settings() | engine.settings() | {"model": chosen_model(positional, model)}
 
     from outrider.api.cli.chat_session import ChatSession

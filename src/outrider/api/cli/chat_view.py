@@ -31,7 +31,7 @@ class AnswerView:
 
     def __init__(self, *, show_drafts: bool) -> None:
         self._show_drafts = show_drafts
-        self._coloured = show_drafts and out.is_terminal and out.color_system is not None
+        self._coloured = show_drafts and out.is_terminal and out.color_system is not None and not out.no_color
         self._token = self._in_piece = self._characters = 0
 
     def explain(self) -> None:
@@ -86,9 +86,12 @@ def legend(*, coloured: bool) -> Text:
 def figures(turn: Turn) -> str:
     """One line about one answer."""
     metrics = turn.output.metrics
+    # Speed-up compares steps, so the speed beside it is that of steps as well: the prompt's time is told apart.
+    first_s = (metrics.first_token_s or metrics.arrival_s) - metrics.arrival_s
+    rest_s = turn.seconds - first_s
     parts = [
-        f"{turn.tokens} tokens in {turn.seconds:.2f} s",
-        f"{turn.tokens / turn.seconds if turn.seconds else 0.0:.1f} tokens/s",
+        f"{turn.tokens} tokens in {turn.seconds:.2f} s, the first after {first_s:.2f}",
+        f"{(turn.tokens - 1) / rest_s:.1f} tokens/s from there" if turn.tokens > 1 and rest_s > 0 else None,
         acceptance(metrics.speculation),
         speed_up(turn),
         f"{metrics.cached_tokens} of {len(turn.output.prompt_token_ids)} prompt tokens cached",

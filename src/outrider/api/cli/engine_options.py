@@ -10,12 +10,14 @@ import typer
 
 from outrider.config import DTYPES, OPS, SANITIZER_LEVELS, SANITIZER_MODES, EngineConfig
 from outrider.errors import ConfigError
-from outrider.models.resolve import DEFAULT_MODEL
+from outrider.models.resolve import DEFAULT_MODEL, is_installed, packaged_drafter
 
 MODEL = "Model"
 ENGINE = "Engine"
 CHECKING = "Checking"
 
+PACKAGED_METHODS = {"dflash": 4, "eagle3": 3}
+"""With how many drafts a step: what is fastest for one request on a few cores."""
 SPECULATIVE_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 _UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DEFAULTS = EngineConfig()
@@ -148,6 +150,16 @@ class EngineOptions:
         if settings.pop("no_enable_prefix_caching") and self.enable_prefix_caching:
             raise ConfigError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other; give one")
         return settings | {"enable_prefix_caching": not self.no_enable_prefix_caching}
+
+
+def packaged_speculations(model: str) -> list[str]:
+    """For the drafters that are installed for a model, the best first; as JSON, as a person would write it."""
+    found = []
+    for method, k in PACKAGED_METHODS.items():
+        name = packaged_drafter(model.lower(), method)
+        if name is not None and is_installed(name):
+            found.append(json.dumps({"method": method, "num_speculative_tokens": k}))
+    return found
 
 
 def speculative_mapping(text: str | None) -> dict[str, Any] | None:

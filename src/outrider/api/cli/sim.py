@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from enum import Enum
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +27,19 @@ from outrider.sim.scenario import draw
 console = Console()
 errors = Console(stderr=True)
 
-MutationName = Enum("MutationName", {m.name: m.name for m in MUTATIONS}, type=str)  # type: ignore[misc]
+MUTATION_NAMES = [mutation.name for mutation in MUTATIONS]
+
+
+def _mutation_name(given: str | None) -> str | None:
+    if given is None or given in MUTATION_NAMES:
+        return given
+    near = get_close_matches(given, MUTATION_NAMES, n=2, cutoff=0.6)
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else "`outrider sim --mutations` runs them all and shows their names"
+    )
+    raise typer.BadParameter(f"there is no mutation {given!r}; {hint}")
 
 
 def sim(
@@ -39,11 +51,11 @@ def sim(
         typer.Option("--mutations", help="Put every known bug back, one at a time; which invariant catches it?"),
     ] = False,
     mutate: Annotated[
-        MutationName | None,
+        str | None,
         typer.Option(
-            help="Put one bug back and run until it is noticed; --mutations lists the names.",
-            show_choices=False,
+            help="Put one bug back and run until it is noticed. --mutations runs all and shows their names.",
             metavar="NAME",
+            callback=_mutation_name,
         ),
     ] = None,
     replay_file: Annotated[
@@ -90,7 +102,7 @@ def sim(
         if not show_demo(console, seed):
             raise typer.Exit(1)
     elif mutate is not None:
-        _mutate(mutate.value, seed, scenarios, trace_dir, shrink_it)
+        _mutate(mutate, seed, scenarios, trace_dir, shrink_it)
     else:
         _campaign(seed, scenarios, processes, as_json, trace_dir, shrink_it)
 

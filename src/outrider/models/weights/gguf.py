@@ -170,6 +170,11 @@ def _refuse_split(file: GGUFFile) -> None:
 
 def _refuse_quantisation(file: GGUFFile) -> None:
     for name, tensor in file.tensors.items():
+        if len(tensor.shape) == 1 and tensor.kind not in (Kind.F32, Kind.F16, Kind.BF16):
+            raise ModelError(
+                f"{file.path}: tensor {name} is a vector, but quantised as {tensor.kind.name}; norms and biases must "
+                "be F32, F16 or BF16: convert the model again"
+            )
         if tensor.kind not in SUPPORTED:
             supported = ", ".join(kind.name for kind in SUPPORTED)
             raise ModelError(

@@ -121,7 +121,7 @@ class OpenedDrafter:
 
 def open_drafter(name: str) -> OpenedDrafter:
     """By path or hub id."""
-    resolved = resolve_model(name)
+    resolved = resolve_model(name, what="drafter")
     if resolved.kind is not ModelKind.DIRECTORY:
         raise ModelError(f"{resolved.path} is no directory: drafters are read from safetensors with their config.json")
     files = DrafterFiles(resolved.path)

@@ -23,11 +23,14 @@ from outrider.speculative.footprints import DrafterShape, footprint_for
 class DraftModel(Drafter):
     layer_groups: LayerGroups
 
-    def __init__(self, decoder: Decoder, groups: LayerGroups, *, max_len: int, fingerprint: str) -> None:
+    def __init__(
+        self, decoder: Decoder, groups: LayerGroups, *, max_len: int, fingerprint: str, target_vocab_size: int
+    ) -> None:
         self.layer_groups = groups
         shape = DrafterShape(groups=groups.specs, max_len=max_len, fingerprint=fingerprint)
         self.footprint = footprint_for("draft_model", shape)
         self._decoder = decoder
+        self._embeds_all = decoder.spec.vocab_size >= target_vocab_size
         self._services: DraftServices | None = None
         self._fed: dict[str, Tensor] = {}
         """Hidden state of the last fed row, for requests that propose in this step."""
@@ -60,7 +63,12 @@ class DraftModel(Drafter):
             LayerKV(kv, rows.groups[group])
             for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
         ]
-        hidden = self._decoder.forward(rows.tokens, layers).final
+        tokens = rows.tokens
+        if not self._embeds_all:
+            # Relatives pad their vocabularies differently. An id from the padding means nothing to either, but the
+            # target may be given one: any embedding will do for a draft.
+            tokens = tokens.clamp(max=self._decoder.spec.vocab_size - 1)
+        hidden = self._decoder.forward(tokens, layers).final
         return hidden, [first + len(span.tokens) - 1 for first, span in zip(rows.first_row, spans, strict=True)]
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
