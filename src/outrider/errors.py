@@ -6,6 +6,7 @@
     ├── ModelError             a model or checkpoint cannot be loaded
     ├── RequestError           one request is wrong; every other request goes on
     │   └── AdmissionError     one request could never fit into the memory that was configured
+    ├── BusyError              another thread is inside the engine
     ├── OutOfPages             an arena has too few pages right now (the scheduler makes room or waits)
     ├── TransferError          KV could not be moved between workers or tiers
     ├── TraceError             a simulation trace cannot be read or replayed
@@ -39,6 +40,10 @@ class RequestError(OutriderError, ValueError):
 
 class AdmissionError(RequestError):
     """One request could never fit into the memory that was configured."""
+
+
+class BusyError(OutriderError, RuntimeError):
+    """Another thread is inside the engine, which serves one at a time."""
 
 
 class OutOfPages(OutriderError):

@@ -1,5 +1,7 @@
 """A recorded pass through the layers computes what the calls compute one by one."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ from tests.kernels.test_packed import packed_matrix
 
 from outrider.layers.attention import AttentionRows, PagedKV
 from outrider.layers.cpu_ops import NumbaOps
+from outrider.layers.cpu_program import Step
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.packed import Packing
 from outrider.models.parameters import Linear
@@ -113,7 +116,7 @@ def test_memory_is_used_again_within_a_pass() -> None:
         of = decoder(Calls(records=True), windows=(None,) * count)
         layers = [LayerKV(place, rows([5], 1, None)) for place in caches(of)]
         of.forward(torch.tensor([1]), layers)
-        ((program, _layers),) = of._recorded.values()
+        (program,) = of._recorded.values()
         sizes.append(sum(isinstance(kept, torch.Tensor) and kept.shape[0] == 1 for kept in program._kept))
     assert sizes[0] == sizes[1]
 
@@ -136,3 +139,103 @@ def test_a_packed_model_runs_through_all_layers() -> None:
             )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def one_step(of: Decoder, kv: list[PagedKV], token: int, taps: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    layers = [LayerKV(place, rows([5], 1, None)) for place in kv]
+    hidden = of.forward(torch.tensor([token]), layers, taps=taps)
+    return [hidden.final, *hidden.taps]
+
+
+def test_one_decoder_serves_other_memory_in_turn() -> None:
+    """What was recorded with one engine's KV is not run on another's."""
+    results = []
+    for records in (True, False):
+        of = decoder(Calls(records=records))
+        first, second = caches(of), caches(of)
+        for place in second:
+            place.keys.neg_()
+        seen = [tensor for kv in (first, second, first, second) for tensor in one_step(of, kv, 3)]
+        results.append(seen + [place.keys for kv in (first, second) for place in kv])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_of_an_engine_that_is_gone_is_not_kept() -> None:
+    """A drafter may serve one engine after the other."""
+    of = decoder(Calls(records=True))
+    first = caches(of)
+    one_step(of, first, 3)
+    gone = [weakref.ref(place.keys) for place in first]
+    second = caches(of)
+    one_step(of, second, 3)
+    del first
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+
+
+def test_every_choice_of_taps_is_recorded_by_itself() -> None:
+    choices: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1), (1,), (1, 0), (), (0, 1))
+    results = []
+    for records in (True, False):
+        of = decoder(Calls(records=records))
+        kv = caches(of)
+        results.append([one_step(of, kv, 3, taps) for taps in choices])
+    for taps, one, other in zip(choices, *results, strict=True):
+        assert len(one) == len(other) == 1 + len(taps)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("hidden_size", [20, 34, 40])
+def test_taps_of_any_width_are_copied_whole(hidden_size: int) -> None:
+    changes = {"hidden_size": hidden_size, "windows": (None,) * 3}
+    recorded, called = (steps(decoder(Calls(records=records), **changes)) for records in (True, False))
+    for one, other in zip(recorded, called, strict=True):
+        assert torch.equal(one, other)
+
+
+def odd(of: AttentionRows) -> AttentionRows:
+    """The same rows as other types, and with gaps in memory."""
+
+    def gaps(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.stack([tensor.to(dtype), torch.full_like(tensor, 77).to(dtype)], dim=-1)[..., 0]
+
+    return replace(
+        of,
+        positions=gaps(of.positions, torch.int32),
+        slots=gaps(of.slots, torch.int32),
+        sequence=gaps(of.sequence, torch.int64),
+        tables=gaps(of.tables, torch.int64),
+        first_key=gaps(of.first_key, torch.int16),
+        stop_key=gaps(of.stop_key, torch.int64),
+    )
+
+
+def test_rows_of_other_types_stay_in_memory_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is converted for a step lives as long as its addresses are in use."""
+    converted: list[weakref.ref[torch.Tensor]] = []
+    set_rows = Step.set
+    to = torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        result = to(tensor, dtype)
+        converted.append(weakref.ref(result))
+        return result
+
+    def set_and_check(self: Step, given: AttentionRows) -> None:
+        converted.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", noted)
+            set_rows(self, given)
+        gc.collect()
+        assert len(converted) == 6
+        assert all(reference() is not None for reference in converted)
+
+    monkeypatch.setattr(Step, "set", set_and_check)
+    of, plain = decoder(Calls(records=True)), decoder(Calls(records=False))
+    kv, other_kv = caches(of), caches(plain)
+    for start in (5, 9, 30):
+        given = rows([start], 2, None)
+        tokens = torch.tensor([start, 7])
+        one = of.forward(tokens, [LayerKV(place, odd(given)) for place in kv]).final
+        assert torch.equal(one, plain.forward(tokens, [LayerKV(place, given) for place in other_kv]).final)

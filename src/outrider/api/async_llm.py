@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -59,11 +60,13 @@ class AsyncLLM:
             request_id = f"async-{self._numbers}"
         loop = asyncio.get_running_loop()
         arrivals: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         name = request_id
-        self._order(
-            lambda: self._start(name, prompt, params, lambda item: _unless_closed(loop, arrivals.put_nowait, item))
-        )
+
+        def deliver(item: RequestOutput | Exception) -> None:
+            _unless_closed(loop, arrivals.put_nowait, item)
+
+        self._order(lambda: self._start(name, prompt, params, deliver))
         finished = False
         try:
             while not finished:
@@ -75,7 +78,7 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished and self._ended is None:
-                self._order(lambda: self._abort(name))
+                self._order(lambda: self._abort(name, deliver))
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
@@ -104,10 +107,10 @@ class AsyncLLM:
                     order()
                 for output in engine.step():
                     self._deliver(output)
-        except Exception as error:
+        except BaseException as error:
             # Every caller learns of it; nobody waits for ever.
             logger.exception("the engine stopped")
-            self._end(error)
+            self._end(error if isinstance(error, Exception) else RuntimeError(f"the engine stopped: {error!r}"))
 
     def _end(self, error: Exception) -> None:
         """Nothing more is served: all who wait, and all who are still in the queue, are told why."""
@@ -117,37 +120,42 @@ class AsyncLLM:
             order = self._orders.get()
             if order is not None:
                 order()
-        for name, deliver in list(self._deliveries.items()):
-            self._llm.engine.abort(name)
+        waiting, self._deliveries = self._deliveries, {}
+        for deliver in waiting.values():
             deliver(error)
-        self._deliveries.clear()
+        # Told first: an engine that has stopped may refuse this too.
+        for name in waiting:
+            with suppress(BaseException):
+                self._llm.engine.abort(name)
 
     def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery) -> None:
         if self._ended is not None:
             deliver(self._ended)
             return
-        if name in self._deliveries:
-            deliver(RequestError(f"request id {name!r} is in use; choose another"))
-            return
         try:
             text, ids = self._llm.encode(prompt)
             self._llm.engine.add_request(name, ids, params, prompt=text)
-        except RequestError as error:
+        except Exception as error:
+            # Whatever is wrong with it, it is this caller's alone.
+            if not isinstance(error, RequestError):
+                logger.exception("request %r could not be started", name)
             deliver(error)
             return
         self._deliveries[name] = deliver
 
-    def _abort(self, name: str) -> None:
-        self._llm.engine.abort(name)
-        self._deliveries.pop(name, None)
+    def _abort(self, name: str, deliver: Delivery) -> None:
+        """A caller leaves. One whose id was refused, because another has it, does not take that one along."""
+        if self._deliveries.get(name) is deliver:
+            del self._deliveries[name]
+            self._llm.engine.abort(name)
 
     def _deliver(self, output: RequestOutput) -> None:
         deliver = self._deliveries.get(output.request_id)
         if deliver is None:
             return
+        deliver(_snapshot(output))
         if output.finished:
             del self._deliveries[output.request_id]
-        deliver(_snapshot(output))
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from numbers import Integral, Number
 from typing import Any, cast
+
+import numpy as np
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
@@ -60,8 +64,7 @@ class LLM:
         A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and
         all others are served.
         """
-        alone = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        given: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item, arg-type]
+        given, alone = _prompts_of(prompts)
         params = self._params_for(sampling_params, len(given))
         results: dict[str, RequestOutput] = {}
         try:
@@ -82,7 +85,7 @@ class LLM:
             # An interrupted call leaves nothing running.
             for name, output in results.items():
                 if not output.finished:
-                    self.engine.abort(name)
+                    self.engine.leave(name)
         return list(results.values())
 
     def chat(
@@ -92,6 +95,11 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise RequestError(
+                f"a conversation is a list of messages like {{'role': 'user', 'content': text}}, got "
+                f"{type(messages).__name__}"
+            )
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = [messages] if alone else list(messages)
         prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
@@ -114,15 +122,18 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt; yields the growing result after every step that adds to it. Closing it ends it."""
         name = self._next_name()
-        self._add(name, prompt, sampling_params or SamplingParams())
+        self._add(name, prompt, SamplingParams() if sampling_params is None else sampling_params)
         output = self.engine.output(name)
+        ended = False
         try:
-            while not output.finished:
-                if output in self.engine.step():
+            while not ended:
+                # Another call may have brought it to its end meanwhile.
+                if output.finished or output in self.engine.step():
+                    ended = output.finished
                     yield output
         finally:
             if not output.finished:
-                self.engine.abort(name)
+                self.engine.leave(name)
 
     # ---- helpers -----------------------------------------------------------------------------------
 
@@ -138,21 +149,55 @@ class LLM:
         """A prompt's text, where it has one, and its token ids; the engine checks those."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), prompt["prompt_token_ids"]
+                return prompt.get("prompt"), cast("Sequence[int]", _plain(prompt["prompt_token_ids"]))
             if "prompt" not in prompt:
                 raise RequestError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.engine.model.tokenizer.encode(prompt)
-        return None, cast("Sequence[int]", prompt)
+        return None, cast("Sequence[int]", _plain(prompt))
 
     @staticmethod
     def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
+            return [SamplingParams() if given is None else given] * count
+        listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        if not listed or not all(isinstance(item, SamplingParams) for item in given):
+            raise RequestError(
+                f"sampling_params must be SamplingParams, or a list of them, got {reprlib.repr(given)}; "
+                "write SamplingParams(temperature=0, max_tokens=32)"
+            )
         if len(given) != count:
             raise RequestError(f"{count} prompts but {len(given)} sampling_params; send one for all or one for each")
         return list(given)
+
+
+def _plain(value: object) -> object:
+    """NumPy's whole numbers as Python's; everything else as it is."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        return value.tolist()
+    return value
+
+
+def _prompts_of(given: object) -> tuple[list[Prompt], bool]:
+    """The prompts that were given, and whether it was one alone; whether each can be served is seen later."""
+    given = _plain(given)
+    if isinstance(given, str | Mapping):
+        return [cast("Prompt", given)], True
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Sequence):
+        raise RequestError(
+            "a prompt is text, a list of token ids, or {'prompt': text}; several prompts come in a list; "
+            f"got {type(given).__name__}"
+        )
+    first = given[0] if given else None
+    if isinstance(first, Integral):
+        return [cast("Prompt", given)], True
+    if isinstance(first, Number):
+        raise RequestError(
+            f"a list of whole numbers is one prompt of token ids, but this one holds {first!r}, a "
+            f"{type(first).__name__}; token ids are whole numbers"
+        )
+    return list(given), False
 
 
 def refused(request_id: str, error: str) -> RequestOutput:

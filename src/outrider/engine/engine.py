@@ -6,14 +6,19 @@ api ──▶ add_request ──▶ scheduler ──StepPlan──▶ runner ─
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from operator import index
+from threading import Lock
+from typing import Concatenate, ParamSpec, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.engine.continuation import Continuation
 from outrider.engine.outputs import Origin, RequestMetrics, RequestOutput, SpeculationCounts
-from outrider.errors import RequestError
+from outrider.errors import BusyError, RequestError
 from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
 from outrider.runner.runner import Runner, StepResult
@@ -23,6 +28,27 @@ from outrider.sanitizer import Sanitizer
 from outrider.scheduler import RequestSpec, Scheduler
 from outrider.scheduler.plan import StepPlan, StepRow, Update
 from outrider.scheduler.scheduler import fork_name
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def alone(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[Engine, Given], Result]:
+    """One thread at a time may be inside the engine; a second one is told so, and changes nothing."""
+
+    @wraps(method)
+    def guarded(engine: Engine, /, *args: Given.args, **options: Given.kwargs) -> Result:
+        if not engine.inside.acquire(blocking=False):
+            raise BusyError(
+                "another call is inside this engine, which serves one at a time; use AsyncLLM for many callers, "
+                "or make one LLM for each thread"
+            )
+        try:
+            return method(engine, *args, **options)
+        finally:
+            engine.inside.release()
+
+    return guarded
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +86,10 @@ class Engine:
         self.sanitizer = sanitizer
         self.k = k
         self.speculation = SpeculationCounts()
+        self.inside = Lock()
+        """Held by the call that is at work; see `alone`."""
+        self._leaving: deque[str] = deque()
+        """Requests to end as soon as nobody is at work."""
         self._live: dict[str, LiveRequest] = {}
         self._owner: dict[str, tuple[str, int]] = {}
         """Scheduler's id of a continuation -> (request, which continuation)."""
@@ -78,6 +108,7 @@ class Engine:
 
     # ---- requests come and go ----------------------------------------------------------------------
 
+    @alone
     def add_request(
         self,
         request_id: str,
@@ -93,6 +124,14 @@ class Engine:
 
         Without `speculate` it decodes plainly: its drafter is fed, where it has KV, but proposes nothing.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
+                "write SamplingParams(temperature=0, max_tokens=32)"
+            )
+        self._end_leavers()
         prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids)
         # Checks the settings against the vocabulary, so before anybody takes the request.
         sampling = RequestSampling(
@@ -117,9 +156,8 @@ class Engine:
             salt=salt,
             use_cache=params.prompt_logprobs is None,
         )
-        self.scheduler.add(spec)
         samplings = (sampling, *(sampling.fork(number) for number in range(1, params.n)))
-        self._live[request_id] = LiveRequest(
+        live = LiveRequest(
             output=RequestOutput(
                 request_id=request_id,
                 prompt=prompt,
@@ -134,21 +172,26 @@ class Engine:
             stop_tokens=stop,
             salt=salt,
         )
-        live = self._live[request_id]
         live.output.outputs = [continuation.output for continuation in live.continuations]
-        self._owner[request_id] = (request_id, 0)
-        self._run_here(
-            RunningRequest(
-                request_id,
-                prompt_token_ids,
-                samplings[0],
-                prompt_len=len(prompt_token_ids),
-                stop_tokens=stop,
-                forks=samplings[1:],
-                prompt_logprobs=params.prompt_logprobs,
-            ),
-            salt,
+        running = RunningRequest(
+            request_id,
+            prompt_token_ids,
+            samplings[0],
+            prompt_len=len(prompt_token_ids),
+            stop_tokens=stop,
+            forks=samplings[1:],
+            prompt_logprobs=params.prompt_logprobs,
         )
+        self.scheduler.add(spec)
+        try:
+            self._live[request_id] = live
+            self._owner[request_id] = (request_id, 0)
+            self._run_here(running, salt)
+        except BaseException:
+            # All know of it, or nobody does.
+            self._drop(request_id)
+            self._live.pop(request_id, None)
+            raise
 
     def _checked_tokens(self, request_id: str, given: Sequence[int]) -> list[int]:
         """The prompt as plain token ids of this model, or the reason why it is none."""
@@ -178,8 +221,27 @@ class Engine:
         if self.sanitizer is not None:
             self.sanitizer.track(request.id, request.tokens, ("", salt))
 
+    @alone
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and all its continuations; None if there is none of that name."""
+        return self._abort(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """Abort a request now or, if somebody is at work, before the next step. Never refuses."""
+        self._leaving.append(request_id)
+        if self.inside.acquire(blocking=False):
+            try:
+                self._end_leavers()
+            finally:
+                self.inside.release()
+
+    def _end_leavers(self) -> None:
+        while self._leaving:
+            self._abort(self._leaving[0])
+            # Only now: who is interrupted here tries again.
+            self._leaving.popleft()
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
         live = self._live.get(request_id)
         if live is None:
             return None
@@ -211,12 +273,39 @@ class Engine:
 
     # ---- one step ----------------------------------------------------------------------------------
 
+    @alone
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that changed. Their outputs are live objects, not copies."""
-        plan = self.scheduler.schedule()
-        result = self.runner.run(plan)
-        updates = self.scheduler.commit(plan, result.verdict)
-        return self._hand_out(plan, result, updates)
+        """Run one step; returns the requests that changed. Their outputs are live objects, not copies.
+
+        Whatever is raised inside ends the requests of the step, with `error` set; all others go on with the next.
+        """
+        self._end_leavers()
+        plan = None
+        try:
+            plan = self.scheduler.schedule()
+            result = self.runner.run(plan)
+            updates = self.scheduler.commit(plan, result.verdict)
+            return self._hand_out(plan, result, updates)
+        except BaseException as error:
+            self._abandon(plan, error)
+            raise
+
+    def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
+        """A step was interrupted, nobody knows where: whoever was in it ends."""
+        lost = dict.fromkeys(self.scheduler.abandon(plan).requests)
+        # Some of its requests may have left the scheduler already, without their owners having been told.
+        lost.update(dict.fromkeys(row.request for row in plan.rows) if plan is not None else {})
+        owners = dict.fromkeys(self._owner[name][0] for name in lost if name in self._owner)
+        for live in [self._live[owner] for owner in owners]:
+            if not live.finished:
+                live.output.error = f"its step was interrupted: {type(error).__name__}: {error}"
+            for number, continuation in enumerate(live.continuations):
+                self._drop(self._name(live, number))
+                # What was interrupted may be the text itself.
+                with suppress(Exception):
+                    continuation.end("error")
+                continuation.output.finish_reason = continuation.output.finish_reason or "error"
+            self._close(live)
 
     def _hand_out(self, plan: StepPlan, result: StepResult, updates: Sequence[Update]) -> list[RequestOutput]:
         ran = {

@@ -6,7 +6,7 @@ tell the runner. Nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from outrider.errors import OutOfPages
 from outrider.kv.admission import Seating
@@ -290,6 +290,23 @@ class Holdings:
         self._assignments, self._copies, self._copy_sources = [], [], []
         self._copying, self._forgotten = [], []
         return plan
+
+    def tell_again(self, plan: KVPlan) -> None:
+        """A plan that may not have been carried out: the next one forgets what it was to forget."""
+        self._forgotten[:0] = plan.forgotten
+
+    def start_over(self, sequences: dict[str, SequenceKV], kept: Collection[str]) -> None:
+        """A move was interrupted half-way. No sequence holds anything, the runner's tables go, some sequences stay."""
+        self._assignments, self._copies, self._copy_sources, self._copying = [], [], [], []
+        self._forgotten += sequences
+        for sequence in list(sequences.values()):
+            sequence.reset(len(self.layout.groups))
+            sequence.chain.truncate(0)
+            if self._observer:
+                self._observer.ended(sequence)
+            if sequence.id not in kept:
+                del sequences[sequence.id]
+        self.pool.start_over()
 
     def count_references(self, sequences: Sequence[SequenceKV]) -> list[list[int]]:
         """Per arena and page: how many holders the ledger knows of."""

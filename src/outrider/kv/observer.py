@@ -72,3 +72,6 @@ class KVObserver:
         """The sequence holds nothing any more."""
 
     def cache_reset(self) -> None: ...
+
+    def started_over(self) -> None:
+        """A move was interrupted half-way: all pages are free again, except those set aside."""

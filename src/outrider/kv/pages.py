@@ -166,6 +166,16 @@ class PageArena:
         self._dead.clear()
         self.num_cached = 0
 
+    def start_over(self) -> None:
+        """Nobody holds a page and none is cached, whatever was so before. What is quarantined stays so."""
+        self.refs[:] = [0] * self.num_pages
+        self.refs[SINK] = 1
+        self.published[:] = bytes(self.num_pages)
+        self.num_cached = 0
+        self._free[:] = [page for page in range(self.num_pages - 1, SINK, -1) if page not in self.quarantined]
+        self._lru.clear()
+        self._dead.clear()
+
     def has_duplicates(self) -> bool:
         """Is a page on the free list twice?"""
         return len(set(self._free)) != len(self._free)

@@ -141,6 +141,11 @@ class PagePool:
         self._last_planned = step
 
     @property
+    def next_step(self) -> int:
+        """The step to plan next."""
+        return self._last_planned + 1
+
+    @property
     def step_in_flight(self) -> bool:
         return self._last_planned > self.last_completed
 
@@ -153,6 +158,17 @@ class PagePool:
         while self._pending and self._pending[0][0] <= step:
             _step, index, pages = self._pending.popleft()
             self._release_now(index, pages)
+
+    def start_over(self) -> None:
+        """No step is in flight, nobody holds a page, nothing is cached: the way out of half a move."""
+        self.last_completed = self._last_planned
+        self._pending.clear()
+        for arena in self.arenas:
+            arena.start_over()
+        for group_index in self.indexes:
+            group_index.clear()
+        if self._observer:
+            self._observer.started_over()
 
     def pending(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for each reference that waits for a step to complete."""

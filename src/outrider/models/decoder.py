@@ -40,8 +40,11 @@ class Decoder:
         embedding = self.parameters.embedding
         # Which experts run depends on the rows.
         self._recordable = all(layer.experts is None for layer in spec.layers)
-        self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[LayerKV]]] = {}
-        """By number of rows, taps and places of KV, which are kept: what is gone may have another's id."""
+        self._recorded: dict[Hashable, Recorded | None] = {}
+        """By number of rows and taps."""
+        self._places: tuple[PagedKV, ...] = ()
+        """The KV that it was all recorded with: of one engine at a time, so that no other's is kept alive. It is
+        kept itself: what is recorded holds addresses in it."""
         tables: dict[RopeSpec, Tensor] = {}
         for layer in spec.layers:
             if layer.rope not in tables:
@@ -77,10 +80,15 @@ class Decoder:
         if len(x) > RECORDED_ROWS_MAX or not self._recordable:
             return self._run_layers(x, layers, taps)
         rows = [place.rows for place in layers]
-        key = (len(x), taps, *(id(place.kv) for place in layers))
+        if len(layers) != len(self._places) or any(
+            place.kv is not known for place, known in zip(layers, self._places, strict=True)
+        ):
+            self._recorded.clear()
+            self._places = tuple(place.kv for place in layers)
+        key = (len(x), taps)
         if key not in self._recorded:
-            self._recorded[key] = self.ops.record(x, rows, lambda x: self._run_layers(x, layers, taps)), layers
-        recorded, _kept = self._recorded[key]
+            self._recorded[key] = self.ops.record(x, rows, lambda x: self._run_layers(x, layers, taps))
+        recorded = self._recorded[key]
         return self._run_layers(x, layers, taps) if recorded is None else recorded.run(x, rows)
 
     def _run_layers(self, x: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...]) -> list[Tensor]:

@@ -81,6 +81,12 @@ class PageAccounts:
             shadow = self.pages[arena][page]
             shadow.quarantined, shadow.refs = False, 1
 
+    def start_over(self) -> None:
+        for arena, shadows in enumerate(self.pages):
+            for page, shadow in enumerate(shadows):
+                shadows[page] = PageShadow(self._slots[arena])
+                shadows[page].quarantined = shadow.quarantined
+
     def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int, steps_ahead: int) -> None:
         """I5: after a commit a sequence keeps no page past what the steps to come may ask for.
 

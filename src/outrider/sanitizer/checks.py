@@ -148,6 +148,13 @@ class Sanitizer(KVObserver):
             for page, shadow in enumerate(arena):
                 self._unpublish(shadow, page)
 
+    def started_over(self) -> None:
+        self._accounts.start_over()
+        for table in (*self._available, *self._divisible, self._verified, self._lows, self._hits):
+            table.clear()  # type: ignore[attr-defined]
+        if self.checksums is not None:
+            self.checksums.clear()
+
     def ended(self, sequence: SequenceKV) -> None:
         self._verified.pop(sequence.id, None)
         self._lows.pop(sequence.id, None)

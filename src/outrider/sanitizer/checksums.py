@@ -29,6 +29,9 @@ class Checksums:
     def forget(self, group: int, page: int) -> None:
         self._sums.pop((group, page), None)
 
+    def clear(self) -> None:
+        self._sums.clear()
+
     def __len__(self) -> int:
         return len(self._sums)
 

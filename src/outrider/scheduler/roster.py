@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 
 from outrider.kv.manager import KVManager
@@ -76,6 +76,18 @@ class Roster:
         self._kv.close(request.kv)
         del self.requests[request.id]
         return aside
+
+    def start_over(self, kept: Iterable[Request]) -> None:
+        """Only these are left, and all of them wait; the caller has taken their KV."""
+        self.waiting, self.prefilling, self.decoding = WaitingQueue(), RunningList(), RunningList()
+        self.loading, self.requests = {}, {}
+        for request in kept:
+            request.epoch += 1
+            request.drafts = request.proposed = 0
+            request.fresh, request.stalled = True, False
+            request.flight.clear()
+            request.state = State.WAITING
+            self.enter(request)
 
     def running_from_last(self) -> Iterator[Request]:
         """Everybody who runs, the last-ranked first."""

@@ -6,13 +6,16 @@
 schedule() touches what runs and the head of what waits; nothing grows with the queue or with history.
 
 With a step in flight, schedule() plans step n+1 from the most that step n can yield; commit(n) then says
-what it did yield, and correct() moves the rows of n+1 to where they really start.
+what it did yield, and correct() moves the rows of n+1 to where they really start. A step that came to nothing
+is given up with abandon() instead.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 from outrider.errors import OutOfPages, RequestError
 from outrider.kv.ledger import Load
@@ -27,6 +30,15 @@ from outrider.scheduler.roster import Roster
 def fork_name(request_id: str, number: int) -> str:
     """The id of a further continuation of a request."""
     return f"{request_id}#{number}"
+
+
+class Abandoned(NamedTuple):
+    """What giving up a step did."""
+
+    requests: list[str]
+    """Those that it ended."""
+    aside: list[tuple[int, list[int]]]
+    """(group, pages) that a transfer in flight may still write to, as from Scheduler.abort."""
 
 
 class Scheduler:
@@ -48,6 +60,8 @@ class Scheduler:
         """Names that forks of a request will have, until they have them."""
         self._arrivals = 0
         self._next_step = 0
+        self._moving = False
+        """Requests and pages are on the move. Still set when a call begins: the last one was interrupted."""
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -111,9 +125,16 @@ class Scheduler:
         if taken:
             raise RequestError(f"request id {taken[0]!r} is in use; choose another")
         tokens = token_array(spec.prompt, f"request {spec.id!r}")
-        self._enter(spec, tokens, prompt_len, self._arrivals)
+        self._repair()
+        try:
+            self._moving = True
+            self._enter(spec, tokens, prompt_len, self._arrivals)
+        except RequestError:
+            self._moving = False
+            raise
         self._fork_names.update(dict.fromkeys(forks, spec.id))
         self._arrivals += 1
+        self._moving = False
 
     def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int, arrival: int) -> Request:
         # A prefill worker's part ends with the first token.
@@ -141,12 +162,19 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[tuple[int, list[int]]]:
         """Forget a request. Returns pages that a transfer in flight may still write to (see load_lost)."""
+        self._repair()
         request = self.requests.get(request_id)
         if request is None:
             return []
+        self._moving = True
+        aside = self._forget(request, "aborted")
+        self._moving = False
+        return aside
+
+    def _forget(self, request: Request, reason: str) -> list[tuple[int, list[int]]]:
         for number in range(1, request.spec.n):
-            self._fork_names.pop(fork_name(request_id, number), None)
-        return self.roster.finish(request, "aborted")
+            self._fork_names.pop(fork_name(request.id, number), None)
+        return self.roster.finish(request, reason)
 
     def release_held(self, request_id: str) -> None:
         """The decode side has what it needs, or its lease ran out."""
@@ -158,6 +186,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step from what is known now."""
+        self._repair()
+        self._moving = True
         step, planner = self._next_step, self.planner
         self._next_step += 1
         planner.begin(step)
@@ -167,7 +197,9 @@ class Scheduler:
             if request.state is State.PREFILLING:
                 planner.plan_prefill(request)
         self._admit_waiting()
-        return StepPlan(step=step, rows=planner.take_rows(), kv=self.kv.take_plan(step))
+        plan = StepPlan(step=step, rows=planner.take_rows(), kv=self.kv.take_plan(step))
+        self._moving = False
+        return plan
 
     def _admit_waiting(self) -> None:
         """Take in waiting requests by rank, while nobody who runs lacks pages."""
@@ -257,9 +289,7 @@ class Scheduler:
 
     def _fail(self, request: Request) -> None:
         self._updates.append(Update(request.id, (), "failed"))
-        for number in range(1, request.spec.n):
-            self._fork_names.pop(fork_name(request.id, number), None)
-        self.roster.finish(request, "failed")
+        self._forget(request, "failed")
 
     def take_updates(self) -> list[Update]:
         """Requests that ended outside a step, such as those whose load failed."""
@@ -291,6 +321,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[Update]:
         """Take over what a step decided; every request advances to its own v."""
+        self._moving = True
         self.kv.complete(plan.step)
         settling, self._settling = self._settling, []
         for loaded in settling:
@@ -331,7 +362,67 @@ class Scheduler:
         self.num_drafts += num_drafts
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
+        self._moving = False
         return updates
+
+    def abandon(self, plan: StepPlan | None) -> Abandoned:
+        """Give up the one step in flight, however far it got; None: planning itself was interrupted.
+
+        Nobody knows what was written to the pages of those in it, so whoever has rows in it ends, and nothing
+        more of theirs is published. Whoever was only given pages or copies in it is computed again. All others
+        go on. If planning or committing was interrupted, nobody knows who holds what either: then everybody
+        else is computed again, and the cache is emptied.
+        """
+        if plan is None:
+            self._moving = True
+        if self._moving:
+            return Abandoned(*self._start_over(() if plan is None else [row.request for row in plan.rows]))
+        assert plan is not None
+        pool, requests = self.kv.pool, self.requests
+        assert plan.step == pool.next_step - 1 <= pool.last_completed + 1, "other steps are in flight too"
+        if pool.step_in_flight:
+            self.kv.complete(plan.step)
+        self.kv.holdings.tell_again(plan.kv)
+        in_it = {row.request for row in plan.rows}
+        told = {change.sequence for change in plan.kv.assignments}
+        ended, aside = [], []
+        for request in [request for request in requests.values() if request.id in in_it | told]:
+            if request.id in in_it or request.state is State.LOADING:
+                ended.append(request.id)
+                aside += self._forget(request, "failed")
+            elif request.state is not State.WAITING:
+                self.roster.preempt(request)
+        return Abandoned(ended, aside)
+
+    def _repair(self) -> None:
+        """If the last call was interrupted, nobody knows who holds what."""
+        if self._moving:
+            states = {request.id: request.state for request in self.requests.values()}
+            ended, _aside = self._start_over()
+            # Whoever was on its way out is expected to be gone.
+            lost = [name for name in ended if states[name] in (State.LOADING, State.HELD)]
+            self._updates += [Update(name, (), "failed") for name in lost]
+
+    def _start_over(self, in_it: Collection[str] = ()) -> tuple[list[str], list[tuple[int, list[int]]]]:
+        """Everybody gives up its KV, and the cache is emptied. Those of a step, and those who load, end."""
+        self._moving = True
+        aside = []
+        for request in self.roster.loading.values():
+            aside += self.kv.holdings.set_pending_aside(request.kv)
+        ended, kept = [], []
+        for request in self.requests.values():
+            stays = request.state in (State.WAITING, State.PREFILLING, State.DECODING)
+            if stays and request.id not in in_it and not request.flight and request.id in self.kv.sequences:
+                kept.append(request)
+            else:
+                ended.append(request.id)
+        self.kv.holdings.start_over(self.kv.sequences, {request.id for request in kept})
+        self.roster.start_over(kept)
+        self._settling, self._new_loads = [], []
+        self._fork_names = {name: owner for name, owner in self._fork_names.items() if owner in self.requests}
+        self._next_step = self.kv.pool.next_step
+        self._moving = False
+        return ended, aside
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
