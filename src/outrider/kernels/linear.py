@@ -23,7 +23,9 @@ from outrider.kernels.vector import (
     LANES,
     add,
     load_part,
+    loader,
     part_loader,
+    store,
     store_part,
 )
 
@@ -36,16 +38,16 @@ _X_CACHE_BYTES = 288 << 10
 _SUMS_BYTES = 128 << 10
 _WIDTH_MAX = 256
 _WIDTH_STEP = math.lcm(COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO)
-_TILES = ("_one", "_two", "_three", "_four", "_five", "_six")
+_TILES = ("_one", "_two", "_three", "_four", "_five", "_six", "_seven", "_eight")
 
 # Weight rows of a tile by its rows of x: as many as the registers hold.
 _FLOAT_COLUMNS = (COLUMNS_OF_ONE, COLUMNS_OF_TWO, *[COLUMNS] * (ROWS - 2))
-_PACKED_COLUMNS = (6, 4, 6, 4, 4, 3) if LANES == 16 else (6, 4, 3, 3, 2, 2)
+_PACKED_COLUMNS = (6, 4, 6, 4, 3, 3, 2, 2) if LANES == 16 else (6, 4, 3, 3, 2, 2)
 
 # Bound anew for each way of storing weights.
 _item, _block_bytes, _columns = FLOAT32, 0, _FLOAT_COLUMNS
-_one = _two = _three = _four = _five = _six = _thin = _unpack = UNBOUND
-_few = _many = _rest = _load_narrow = _widen_rows = _sums_of = UNBOUND
+_one = _two = _three = _four = _five = _six = _seven = _eight = _thin = _unpack = UNBOUND
+_few = _many = _rest = _load_whole = _load_narrow = _widen_rows = _sums_of = UNBOUND
 
 
 def scratch_bytes(k: int) -> int:
@@ -77,8 +79,12 @@ def _few_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
             _four(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
         elif m == 5:
             _five(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
-        else:
+        elif m == 6:
             _six(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        elif m == 7:
+            _seven(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+        else:
+            _eight(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
     _rest(x, x_stride, m, weights, w_stride, streams * columns, n, k, out, out_stride)
 
 
@@ -130,8 +136,11 @@ def _widen(weights, w_stride, n, k, out, out_stride):
     """16-bit rows to float32 rows."""
     for row in range(n):
         w, o = weights + row * w_stride, out + row * out_stride
-        for at in range(0, k, LANES):
-            store_part(o + 4 * at, _load_narrow(w + 2 * at, k - at), k - at)
+        whole = k - k % LANES
+        for at in range(0, whole, LANES):
+            store(o + 4 * at, _load_whole(w + 2 * at))
+        if whole < k:
+            store_part(o + 4 * whole, _load_narrow(w + 2 * whole, k - whole), k - whole)
 
 
 def _unpack_rows(weights, w_stride, n, k, out, out_stride):
@@ -202,7 +211,7 @@ def _kernel(item: int) -> Kernel:
     if packed:
         widen = part(_unpack_rows, item, _unpack=block_unpacker(item), _block_bytes=BLOCK_BYTES[item])
     else:
-        widen = part(_widen, item, _load_narrow=part_loader(item))
+        widen = part(_widen, item, _load_whole=loader(item), _load_narrow=part_loader(item))
     passes = {
         name: dot_tile(min(max(rows, ROWS // 2), ROWS), COLUMNS, ahead=True) for rows, name in enumerate(_TILES, 1)
     }

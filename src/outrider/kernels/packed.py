@@ -29,6 +29,7 @@ from outrider.kernels.vector import (
     ZERO,
     emit_fma,
     emit_load,
+    emit_lookup,
     emit_splat,
     emit_store,
     vector_of,
@@ -60,6 +61,11 @@ def emit_block(builder: Builder, address: Builder, item: int) -> list[Builder]:
         return [builder.fmul(builder.sitofp(each, vector_of()), scale) for each in signed]
     lowest = _factor(builder, builder.add(address, I64(4)))
     both = [builder.zext(_bytes(builder, address, 8 + at), _WORDS) for at in range(0, BLOCK // 2, LANES)]
+    if LANES == 16:
+        # All 16 numbers that there can be, and then each by its four bits: higher ones are not looked at.
+        table = emit_fma(builder, ir.Constant(vector_of(), [float(number) for number in range(16)]), scale, lowest)
+        (low,) = both
+        return [emit_lookup(builder, table, low), emit_lookup(builder, table, builder.lshr(low, words(4)))]
     numbers = [builder.and_(each, words(15)) for each in both] + [builder.lshr(each, words(4)) for each in both]
     return [emit_fma(builder, builder.sitofp(each, vector_of()), scale, lowest) for each in numbers]
 

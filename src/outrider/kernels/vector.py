@@ -129,6 +129,13 @@ def emit_fma(builder: Builder, a: Builder, b: Builder, c: Builder) -> Builder:
     return builder.call(fma, [a, b, c])
 
 
+def emit_lookup(builder: Builder, table: Builder, numbers: Builder) -> Builder:
+    """The element of a table of 16 that each word's lowest four bits name; for 16 lanes only."""
+    assert LANES == 16
+    signature = ir.FunctionType(_VECTOR, [_VECTOR, _WORDS])
+    return builder.call(declare(builder, "llvm.x86.avx512.permvar.sf.512", signature), [table, numbers])
+
+
 def _pick(builder: Builder, a: Builder, b: Builder, lanes: list[int]) -> Builder:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
