@@ -19,6 +19,7 @@ from outrider.runner.tables import TableLines
 Int64Array = npt.NDArray[np.int64]
 FAR = 1 << 40
 """A position past every window's length."""
+FEW_ROWS = 16
 
 
 class Batcher:
@@ -30,6 +31,48 @@ class Batcher:
         self._device = device
 
     def rows(self, spans: Sequence[Span], groups: range) -> Rows:
+        if len(spans) == 1 and len(spans[0].tokens) <= FEW_ROWS:
+            return self._few_rows(spans[0], groups)
+        return self._many_rows(spans, groups)
+
+    def _few_rows(self, span: Span, groups: range) -> Rows:
+        """The same for a single request's step, number by number: arrays of a few elements cost more than that."""
+        line, start, count = span.line, span.start, len(span.tokens)
+        numbers = range(start, start + count)
+        positions = self._tensor(np.arange(start, start + count, dtype=np.int64))
+        lines = self._tensor(np.full(count, line, np.int32))
+        found = []
+        for group in groups:
+            spec, row = self._layout.groups[group], self._tables.array(group)[line]
+            low, kind, page_tokens = int(self._tables.lows[line, group]), spec.kind, spec.page_tokens
+            first_keys = [max(low, kind.first_key(start if span.anchored else p)) for p in numbers]
+            stops = [p + 1 for p in numbers]
+            if span.sees_to and not spec.causal:
+                stops = [max(stop, span.sees_to) for stop in stops]
+                reach = FAR - kind.first_key(FAR)
+                if reach < FAR and not span.anchored:
+                    stops = [min(stop, p + reach + 1) for stop, p in zip(stops, numbers, strict=True)]
+            pages = row[start // page_tokens : (start + count - 1) // page_tokens + 1].tolist()
+            first_page = start // page_tokens
+            slots = [
+                (pages[p // page_tokens - first_page] if p >= span.kept_from else 0) * page_tokens + p % page_tokens
+                for p in numbers
+            ]
+            found.append(
+                AttentionRows(
+                    positions=positions,
+                    slots=self._tensor(np.array(slots, np.int64)),
+                    sequence=lines,
+                    tables=self._tables.tensor(group),
+                    first_key=self._tensor(np.array(first_keys, np.int32)),
+                    stop_key=self._tensor(np.array(stops, np.int32)),
+                    most_keys=max(stop - first for stop, first in zip(stops, first_keys, strict=True)),
+                )
+            )
+        tokens = self._tensor(np.asarray(span.tokens, np.int64))
+        return Rows(tokens=tokens, groups=tuple(found), first_row=[0])
+
+    def _many_rows(self, spans: Sequence[Span], groups: range) -> Rows:
         counts = np.array([len(span.tokens) for span in spans], np.int64)
         ends = np.cumsum(counts)
         first_row = ends - counts
