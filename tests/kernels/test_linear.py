@@ -4,7 +4,11 @@ import pytest
 import torch
 from tests.kernels.cases import near
 
+from outrider.kernels import linear as kernel
+from outrider.kernels.activations import NONE
+from outrider.kernels.jobs import set_word, word
 from outrider.layers.cpu_ops import NumbaOps
+from outrider.layers.cpu_program import Job
 from outrider.layers.ops import TorchOps
 from outrider.models.parameters import Linear
 from outrider.models.spec import Activation
@@ -106,3 +110,19 @@ def test_norms_agree(ops: NumbaOps) -> None:
     for k in (1, 15, 16, 576, 577):
         x, weight = _random(0, 40, k), _random(1, k)
         assert near(ops.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("k", [64, 576, 4096])
+@pytest.mark.parametrize("m", [1, 33, 120, 150, 200, 600])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_sums_of_a_strip_fit_into_the_scratch_of_a_thread(gated: bool, m: int, k: int, threads: int) -> None:
+    """A gated product has two sums for each number that it gives, and what lies behind them is another thread's."""
+    job = Job()
+    activation = next(number for number in range(8) if number != NONE) if gated else NONE
+    for name, value in ((kernel.M, m), (kernel.N, 4096), (kernel.K, k), (kernel.ACTIVATION, activation)):
+        set_word(job.address, name, value)
+    kernel.plan_linear(job.address, threads)
+    lines = kernel._rows_per_block(m, k) * (2 if gated else 1)
+    assert lines * word(job.address, kernel.WIDTH) * 4 <= kernel._SUMS_BYTES
+    assert kernel.scratch_bytes(k) >= kernel._SUMS_BYTES

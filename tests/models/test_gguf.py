@@ -18,7 +18,7 @@ from tests.models.test_directories import check_parameters
 from outrider.errors import ModelError
 from outrider.models.load import load_model
 from outrider.models.packed import PackedMatrix
-from outrider.models.parameters import DecoderParameters, DenseMLP, plain, written_out
+from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, plain, written_out
 from outrider.models.recipes import recipe_for
 from outrider.models.spec import RopeScaling
 from outrider.models.weights import open_checkpoint
@@ -121,11 +121,33 @@ def test_a_packed_model_is_the_model_written_out(kind: Kind, family: str, tmp_pa
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_experts_are_written_out_and_all_else_stays_packed(kind: Kind, tmp_path: Path) -> None:
+    """Kernels read packed matrices one at a time, and experts lie in one tensor."""
+    model = tiny_model("qwen3_moe", intermediate_size=64, moe_intermediate_size=32)
+    tensors = quantised(gguf_tensors(model, interleaved=False), kind)
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen3moe", gguf_metadata(model, "qwen3moe"), tensors)
+    packed = load_model(str(path), dtype=torch.float32, as_stored=True).parameters
+    whole = load_model(str(path), dtype=torch.float32).parameters
+    for layer in packed.layers:
+        assert isinstance(layer.mlp, ExpertsMLP)
+        assert isinstance(layer.mlp.gate_up, torch.Tensor)
+        assert layer.mlp.gate_up.dtype == layer.mlp.down.dtype == torch.float32
+        assert isinstance(layer.mlp.router.weight, PackedMatrix)
+        assert isinstance(layer.qkv.weight, PackedMatrix)
+    for one, other in zip(matrices(written_out(packed)), matrices(whole), strict=True):
+        assert torch.equal(one, other)
+
+
 def matrices(parameters: DecoderParameters) -> list[torch.Tensor]:
     found = [parameters.embedding, parameters.head.weight, parameters.final_norm]
     for layer in parameters.layers:
-        assert isinstance(layer.mlp, DenseMLP)
-        found += [layer.qkv.weight, layer.out.weight, layer.mlp.gate_up.weight, layer.mlp.down.weight, layer.mlp_norm]
+        mlp = layer.mlp
+        found += [layer.qkv.weight, layer.out.weight, layer.mlp_norm]
+        if isinstance(mlp, DenseMLP):
+            found += [mlp.gate_up.weight, mlp.down.weight]
+        else:
+            found += [mlp.router.weight, mlp.gate_up, mlp.down]
     return [plain(matrix) for matrix in found]
 
 
