@@ -222,7 +222,10 @@ class KVFootprint:
         end = v + self.slots_written(k)
         if self.proposing is not Proposing.BLOCK:
             return Interval(self.durable_end(v), end)
-        return Interval(v, end if self.max_len is None else min(end, self.max_len))
+        if self.max_len is not None:
+            # Only rows that are there for company may be missing: a draft too many is not hidden here.
+            end = max(v + k + 1, min(end, self.max_len))
+        return Interval(v, end)
 
     def durable_end(self, v: int) -> int:
         """Where its durable slots end after a step that ends at v; past its limit it stores nothing."""
