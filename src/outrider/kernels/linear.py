@@ -42,7 +42,7 @@ _TILES = ("_one", "_two", "_three", "_four", "_five", "_six", "_seven", "_eight"
 
 # Weight rows of a tile by its rows of x: as many as the registers hold.
 _FLOAT_COLUMNS = (COLUMNS_OF_ONE, COLUMNS_OF_TWO, *[COLUMNS] * (ROWS - 2))
-_PACKED_COLUMNS = (6, 4, 6, 4, 3, 3, 2, 2) if LANES == 16 else (6, 4, 3, 3, 2, 2)
+_PACKED_COLUMNS = (6, 4, 6, 4, 3, 3, 2, 2) if LANES == 16 else (6, 3, 3, 3, 2, 1)
 
 # Bound anew for each way of storing weights.
 _item, _block_bytes, _columns = FLOAT32, 0, _FLOAT_COLUMNS
