@@ -48,6 +48,16 @@ def drafting_engine(**settings: Any) -> Engine:
     return tiny_engine(target, drafter=drafter, method="draft_model", **(ROOMY | settings))
 
 
+def test_tallies_add_up() -> None:
+    one, other = (
+        Tally(prompts=1, turns=2, tokens=30, steps=10),
+        Tally(prompts=1, turns=1, tokens=12, steps=4, too_long=1),
+    )
+    one.add(other)
+    assert (one.prompts, one.turns, one.tokens, one.steps, one.too_long) == (2, 3, 42, 14, 1)
+    assert one.tokens_per_step == 3.0
+
+
 # ---- the file -------------------------------------------------------------------------------------------
 
 
@@ -259,3 +269,18 @@ def test_the_sampled_pass_can_be_left_out(chats: list[Chat]) -> None:
 def test_impossible_settings_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, '{"prompt": ' + "9" * 5000 + "}", '{"prompt": "a", "category": "\\ud800"}'],
+    ids=["deep", "digits", "half"],
+)
+def test_lines_that_python_itself_stumbles_over_are_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        read_chats(write(tmp_path / "chats.jsonl", LINES[0], line))
+
+
+def test_a_category_of_all_is_none(tmp_path: Path) -> None:
+    (chat,) = read_chats(write(tmp_path / "chats.jsonl", {"category": "all", "prompt": "x"}))
+    assert chat.category is None

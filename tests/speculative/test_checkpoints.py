@@ -136,6 +136,11 @@ def extra(name: str) -> Damage:
     return damage
 
 
+def d2t_twice(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Two draft tokens for one of the target's."""
+    tensors["d2t"][-1] = tensors["d2t"][-2] - 1
+
+
 def d2t(value: int) -> Damage:
     def damage(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors["d2t"][-1] = value
@@ -187,6 +192,14 @@ REFUSED: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "speculators, no d2t": ("speculators, own everything", without("d2t"), ("draft_vocab_size is 100", "d2t")),
     "speculators, d2t out of range": ("speculators, own everything", d2t(500), ("d2t", "599", "256 tokens")),
     "speculators, d2t below 0": ("speculators, own everything", d2t(-200), ("d2t", "-101")),
+    "speculators, d2t twice": ("speculators, own everything", d2t_twice, ("several draft tokens", "damaged")),
+    "speculators, layers of no name": (
+        "speculators",
+        inside("transformer_layer_config", model_type=[1]),
+        ("model_type [1]", "qwen3"),
+    ),
+    "another target's hidden size": ("full", at_top(target_hidden_size=48), ("target_hidden_size is 48", "has 32")),
+    "a block of a thousand million": ("full", at_top(block_size=10**9), ("block_size", "1024")),
     "speculators, d2t and t2d differ": ("speculators, own everything", d2t(-99), ("d2t", "damaged")),
     "eagle3, another hidden size": ("eagle3", at_top(hidden_size=48, head_dim=12), ("hidden_size is 48", "has 32")),
     "eagle3, ids of another target": (

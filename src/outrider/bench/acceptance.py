@@ -54,7 +54,8 @@ class Chat:
 def read_chats(path: Path) -> list[Chat]:
     """One JSON object per line; empty lines are skipped, broken ones are refused."""
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors begin a file with a mark of its encoding.
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as problem:
         raise ConfigError(f"cannot read {path}: {problem.strerror or problem}") from None
     except UnicodeDecodeError:
@@ -69,8 +70,8 @@ def read_chats(path: Path) -> list[Chat]:
 def _chat(source: str, number: int, line: str) -> Chat:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise ConfigError(f"{source} is no JSON ({problem}); {EXPECTED}") from None
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"{source} is no JSON that can be read ({problem}); {EXPECTED}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{source} is no JSON object; {EXPECTED}")
     if "turns" in fields and "prompt" in fields:
@@ -86,7 +87,19 @@ def _chat(source: str, number: int, line: str) -> Chat:
     category = fields.get("category")
     if category is not None and (not isinstance(category, str) or not category.strip()):
         raise ConfigError(f'{source}: "category" must be a name, got {category!r}; leave it out for none')
-    return Chat(turns=tuple(turns), category=category, number=number, source=source)
+    for text in (*turns, category or ""):
+        if not _is_unicode(text):
+            raise ConfigError(f"{source} holds half a character (a lone surrogate), which no tokenizer takes; mend it")
+    # "all" is what everything together is called.
+    return Chat(turns=tuple(turns), category=None if category == "all" else category, number=number, source=source)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:

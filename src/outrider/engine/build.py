@@ -105,6 +105,12 @@ def build_engine(
                     progress=progress,
                 ),
             )
+    if drafter is not None and 1 + k + drafter.footprint.draft_rows(1) > config.max_num_batched_tokens:
+        raise ConfigError(
+            f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
+            f"{drafter.footprint.name}: it verifies {1 + k} and drafts with {drafter.footprint.draft_rows(1)} rows; "
+            "raise max_num_batched_tokens"
+        )
     layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)
     kv_config = _kv_config(config, model, layout, limit, device, dtype)
     sanitizer = None

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from outrider.api.cli.chat_session import ChatSession
 
 DEFAULT_MAX_TOKENS = 512
+INTERRUPTED_STATUS = 130
+"""As shells have it for a command that Ctrl-C ended."""
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 5}'
 """Needs no second model, and costs nothing where it finds nothing to propose."""
 PROBE_LIMIT_S = 0.5
@@ -180,3 +182,5 @@ def _answer(session: ChatSession, text: str, *, show_drafts: bool, once: bool = 
         if not interruption.wanted:
             session.measure_plain_steps(turn, limit_s=2.0 if once else PROBE_LIMIT_S)
     print_figures(turn)
+    if once and interruption.wanted:
+        raise typer.Exit(INTERRUPTED_STATUS)

@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"{path} cannot be read: {problem}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")

@@ -21,6 +21,7 @@ from outrider.speculative.settings import DrafterSettings
 ARCHITECTURES = ("DFlashDraftModel",)
 SPECULATORS_TYPE = "dflash"
 Z_LAB_IDS, SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
+BLOCK_SIZE_MAX = 1024
 HARMLESS = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -147,8 +148,8 @@ def _spec(
     taps = fit.checked_taps(reader, name, reader.integer_list(name), offset, settings)
     fit.check_fuse(files, body.hidden_size, taps)
     block_size = block.integer("block_size")
-    if block_size < 2:
-        raise block.wrong("block_size", "at least 2, the last token and one mask")
+    if not 2 <= block_size <= BLOCK_SIZE_MAX:
+        raise block.wrong("block_size", f"at least 2, the last token and one mask, and at most {BLOCK_SIZE_MAX}")
     return DFlashSpec(
         body=body,
         causal=causal,

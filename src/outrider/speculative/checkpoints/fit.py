@@ -187,6 +187,8 @@ def draft_vocabulary(files: DrafterFiles, draft_vocab_size: int, settings: Draft
         )
     if "lm_head.weight" not in files.tensors:
         raise ModelError(f"{files.path} has d2t but no lm_head.weight, so nothing says what its draft tokens score")
+    if draft_vocab_size < 1:
+        raise ModelError(f"{files.path}: draft_vocab_size is {draft_vocab_size}, so there is nothing to draft")
     ids = torch.arange(draft_vocab_size) + files.table("d2t").to(torch.int64)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:

@@ -88,7 +88,7 @@ class DrafterFiles:
         if not isinstance(inner, dict):
             raise ModelError(f"{config.source} has no transformer_layer_config, which describes the drafter's layers")
         kind = inner.get("model_type", "llama")
-        known = SPECULATORS_DEFAULTS.get(kind)
+        known = SPECULATORS_DEFAULTS.get(kind) if isinstance(kind, str) else None
         if known is None:
             raise ModelError(
                 f"{config.source}: layers of model_type {kind!r} are not supported; "
