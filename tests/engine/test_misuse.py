@@ -29,7 +29,9 @@ def llm() -> LLM:
 # ---- prompts and settings --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompts", [None, 7, iter([[1]]), 1.5, object(), {1, 2}, b"text"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "prompts", [None, 7, iter([[1]]), 1.5, object(), {1, 2}, b"text"], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match="prompt is text, a list of token ids"):
         llm.generate(prompts, PARAMS)
