@@ -105,11 +105,11 @@ def build_engine(
                     progress=progress,
                 ),
             )
-    if drafter is not None and 1 + k + drafter.footprint.draft_rows(1) > config.max_num_batched_tokens:
+    if drafter is not None and drafter.footprint.block_rows + 2 > config.max_num_batched_tokens:
         raise ConfigError(
             f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
-            f"{drafter.footprint.name}: it verifies {1 + k} and drafts with {drafter.footprint.draft_rows(1)} rows; "
-            "raise max_num_batched_tokens"
+            f"{drafter.footprint.name}: its blocks have {drafter.footprint.block_rows} rows, and a draft takes two to "
+            "verify; raise max_num_batched_tokens"
         )
     layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)
     kv_config = _kv_config(config, model, layout, limit, device, dtype)
