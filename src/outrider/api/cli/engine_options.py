@@ -16,7 +16,7 @@ MODEL = "Model"
 ENGINE = "Engine"
 CHECKING = "Checking"
 
-PACKAGED_METHODS = {"dflash": 4, "eagle3": 3}
+PACKAGED_METHODS = {"dflash": 3, "eagle3": 3}
 """With how many drafts a step: what is fastest for one request on a few cores."""
 SPECULATIVE_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 _UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
