@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.engine.tiny import first_layers, tiny_engine
 
 from outrider.api.cli.chat_session import ChatSession
 from outrider.api.cli.chat_view import AnswerView
-from outrider.api.cli.terminal import interruptible
+from outrider.api.cli.terminal import Interruption, interruptible
 from outrider.api.llm import LLM
 from outrider.bench.speedup import StepTimes, plain_engine, plain_step_times
 from outrider.engine.outputs import CompletionOutput, Origin
@@ -173,3 +175,16 @@ def test_the_default_model_repeats_what_it_is_told(outrider: Outrider) -> None:
     length = re.search(r"acceptance length (\d\.\d+)", run.err)
     assert length is not None
     assert float(length[1]) > 2
+
+
+def test_an_interrupted_answer_to_one_question_ends_with_130(tiny: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def interrupted() -> Iterator[Interruption]:
+        interruption = Interruption()
+        interruption.wanted = True
+        yield interruption
+
+    monkeypatch.setattr("outrider.api.cli.chat.interruptible", interrupted)
+    run = tiny("chat", "--once", "hello", "--max-tokens", 8)
+    assert run.status == 130
+    assert "stopped" in run.err

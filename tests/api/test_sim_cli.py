@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from outrider.api.cli.wording import counted
@@ -86,3 +90,23 @@ def test_importing_the_core_leaves_heavy_libraries_out() -> None:
         "assert not {'torch', 'numpy', 'typer', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ctrl_c_ends_a_campaign() -> None:
+    """With all the work that is still queued."""
+    script = str(Path(sys.executable).with_name("outrider"))
+    # Whoever started the tests in the background has interrupts ignored.
+    listen = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"import os, signal, sys; {listen}; os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", start, script, "sim", "--scenarios", "1000000", "--processes", "2"]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(children.read_text().split()) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=120) == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

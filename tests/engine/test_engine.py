@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.lossless import tokens_of
-from tests.engine.tiny import tiny_draft_model, tiny_engine, tiny_model
+from tests.engine.tiny import tiny_draft_model, tiny_engine, tiny_model, tiny_spec
 
 from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
@@ -352,3 +352,9 @@ def test_a_draft_model_with_another_tokenizer_is_refused() -> None:
     other = replace(tiny_model(seed=2), tokenizer=Tokenizer(backend, source="other"))
     with pytest.raises(ConfigError, match="same tokenizer"):
         tiny_draft_model(tiny_model(), other)
+
+
+def test_a_file_may_promise_any_context_but_tables_are_made_for_what_memory_holds() -> None:
+    engine = tiny_engine(tiny_model(tiny_spec(max_position=10**12)), max_model_len=None, kv_cache_memory_bytes=1 << 20)
+    assert engine.max_model_len < 10_000
+    assert engine.runner._target.attention[0].rotary.shape[0] < 10_000

@@ -1,6 +1,7 @@
 """The compiled operations in a whole decoder, and around it: experts, threads, machines where they do not run."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import torch
 from tests.kernels.cases import near
 
 from outrider.errors import ConfigError
+from outrider.kernels.compiling import uninterrupted
 from outrider.layers.attention import AttentionRows, PagedKV
 from outrider.layers.cpu_ops import NumbaOps, warm_up
 from outrider.layers.ops import Ops, TorchOps
@@ -185,3 +187,21 @@ def test_progress_counts_to_the_end() -> None:
     warm_up([torch.float32, torch.float32], lambda name, done, total: heard.append((name, done, total)))
     assert [done for _, done, _ in heard] == list(range(len(heard)))
     assert heard[-1][1] == heard[-1][2] == 4
+
+
+def test_an_interrupt_waits_until_kernels_are_loaded() -> None:
+    done = []
+
+    def load() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("loaded")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        assert done == ["loaded"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,6 +10,7 @@ from tests.engine.tiny import tiny_engine
 from tests.speculative.cases import CASES, assert_as_reference, engine_with, three_layers
 
 from outrider.api.llm import LLM
+from outrider.errors import ConfigError
 from outrider.sampling import SamplingParams
 
 LIMIT = 100
@@ -52,3 +53,8 @@ def test_one_batch_may_hold_different_numbers_of_drafts(tmp_path: Path) -> None:
         LLM.over(engine).generate([[1, 2], [3, 4, 5], [6]], params)
         assert any(len(set(batch)) > 1 for batch in recorder.batches)
         assert_as_reference(CASES[name], model, recorder)
+
+
+def test_a_block_that_no_step_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="blocks have 5 rows"):
+        engine_with(CASES["full"], three_layers(), tmp_path, k=2, max_num_batched_tokens=6)

@@ -51,10 +51,6 @@ class PackedMatrix:
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    def rows(self, numbers: Tensor) -> Tensor:
-        """Some rows, in float32."""
-        return unpack(self.packing, self.data[numbers])
-
     def expand(self) -> Tensor:
         """All of it, in float32."""
         return unpack(self.packing, self.data)
