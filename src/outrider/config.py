@@ -27,8 +27,16 @@ class SpeculativeConfig:
     """How to draft."""
 
     method: str
-    num_speculative_tokens: int = 4
-    """Most drafts per step and request; fewer are proposed near limits and under load."""
+    num_speculative_tokens: int | None = None
+    """Most drafts per step and request; fewer are proposed near limits and under load. None: as many as the drafter
+    was made for."""
+    draft_confidence: float | None = None
+    """Drafts are verified only as far as the drafter finds all of them together at least so likely; 0: all of them.
+    None: 0 where the number of drafts is given or a GPU verifies, else what pays on a CPU."""
+    draft_vocab_size: int | None = None
+    """Draft only so many of the tokens that the drafter's own list has as the most frequent ones. None: what pays."""
+    pack_weights: bool | None = None
+    """Keep the drafter's matrices in 8 bits. None: where CPU kernels can read them, unless expand_weights is set."""
     model: str | None = None
     """The drafter's checkpoint, for methods that have one; None: the one that is made for the target, if any."""
     num_hidden_layers: int | None = None
@@ -39,10 +47,18 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
             raise ConfigError(f"speculative_config: method must be a name, got {self.method!r}")
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
             whole_number(getattr(self, name), f"speculative_config: {name}", at_least=1)
-        if self.num_hidden_layers is not None:
-            whole_number(self.num_hidden_layers, "speculative_config: num_hidden_layers", at_least=1)
+        for name in ("num_speculative_tokens", "draft_vocab_size", "num_hidden_layers"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), f"speculative_config: {name}", at_least=1)
+        confidence = self.draft_confidence
+        if confidence is not None and (
+            isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence < 1
+        ):
+            raise ConfigError(f"speculative_config: draft_confidence must lie in [0, 1), got {confidence!r}")
+        if self.pack_weights is not None and not isinstance(self.pack_weights, bool):
+            raise ConfigError(f"speculative_config: pack_weights must be true or false, got {self.pack_weights!r}")
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"speculative_config: model must be a name or a path, got {self.model!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:

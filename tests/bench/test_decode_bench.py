@@ -13,7 +13,8 @@ from tests.engine.tiny import tiny_model, tiny_spec
 
 from outrider.api.cli.engine_options import packaged_speculations
 from outrider.bench import decode
-from outrider.bench.contestants import TransformersContestant, torch_threads
+from outrider.bench.contestants import TransformersContestant
+from outrider.layers.torch_threads import torch_threads
 from outrider.bench.decode import DecodeBenchConfig, measure, measurements, prepare
 from outrider.bench.reference import reference_model, why_no_reference
 from outrider.bench.texts import PLAIN_TEXTS, QUESTIONS, prompts_of

@@ -13,6 +13,7 @@ import torch
 
 from outrider.config import SpeculativeConfig
 from outrider.engine.engine import Engine
+from outrider.layers.torch_threads import torch_threads
 from outrider.sampling import SamplingParams
 
 
@@ -133,17 +134,3 @@ class StepClock:
 
     def end(self) -> None:
         pass
-
-
-class torch_threads:  # noqa: N801 - used as a statement
-    """So many threads of PyTorch while it lasts."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._number)
-
-    def __exit__(self, *_error: object) -> None:
-        torch.set_num_threads(self._before)

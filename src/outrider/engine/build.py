@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import arena_pages, kv_budget_bytes, tokens_that_fit
 from outrider.errors import ConfigError
@@ -25,6 +25,9 @@ from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.registry import DrafterSettings, load_drafter
 
+CPU_CONFIDENCE = 0.15
+"""On a CPU a row more takes a tenth of a step to verify: below this chance to count, it costs more than it brings.
+A GPU verifies a few rows more at no cost."""
 PAGE_LAYOUT = "layer, key or value, head, slot"
 """The order of a page's dimensions. Page sizes are not part of it: peers may differ in them."""
 
@@ -86,25 +89,29 @@ def build_engine(
     room = tokens_that_fit(KVLayout(target=groups.specs), kv_budget_bytes(config, device), limit)
     limit = limit if config.max_model_len is not None else room
     decoder = Decoder(model.spec, model.parameters, ops, max_position=min(limit, room))
-    k = 0
-    if config.speculative_config is not None:
-        k = config.speculative_config.num_speculative_tokens
-        if k >= limit:
-            raise ConfigError(f"num_speculative_tokens ({k}) must be smaller than the context of {limit} tokens")
+    speculation, k, least_confidence = config.speculative_config, 0, 0.0
+    if speculation is not None:
         if drafter is None:
-            drafter = load_drafter(
-                config.speculative_config,
-                DrafterSettings(
-                    target=model,
-                    ops=ops,
-                    page_tokens=config.block_size,
-                    dtype=dtype,
-                    as_stored=as_stored,
-                    device=device,
-                    max_model_len=limit,
-                    progress=progress,
-                ),
+            packs = as_stored if speculation.pack_weights is None else speculation.pack_weights
+            if packs and not as_stored:
+                raise ConfigError(
+                    "speculative_config: pack_weights is for CPU kernels that read packed weights, which this engine "
+                    "does not use; leave it out"
+                )
+            settings = DrafterSettings(
+                target=model,
+                ops=ops,
+                page_tokens=config.block_size,
+                dtype=dtype,
+                as_stored=as_stored,
+                packed=packs,
+                draft_vocab_size=speculation.draft_vocab_size,
+                device=device,
+                max_model_len=limit,
+                progress=progress,
             )
+            drafter = load_drafter(speculation, settings)
+        k, least_confidence = _drafts_and_confidence(speculation, drafter, limit, device)
     if drafter is not None and drafter.footprint.block_rows + 2 > config.max_num_batched_tokens:
         raise ConfigError(
             f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
@@ -127,10 +134,32 @@ def build_engine(
         ),
         manager,
     )
-    runner = Runner(decoder, groups, drafter, layout, kv_config, kv_dtype=kv_dtype, device=device, sanitizer=sanitizer)
+    runner = Runner(
+        decoder,
+        groups,
+        drafter,
+        layout,
+        kv_config,
+        kv_dtype=kv_dtype,
+        device=device,
+        sanitizer=sanitizer,
+        least_confidence=least_confidence,
+    )
     if sanitizer is not None and config.sanitizer_level == "bytes":
         sanitizer.checksums = Checksums(runner.store.page_bytes)
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k)
+
+
+def _drafts_and_confidence(
+    speculation: SpeculativeConfig, drafter: Drafter, limit: int, device: torch.device
+) -> tuple[int, float]:
+    """How many drafts to ask for, and how likely they must be to be verified."""
+    k = speculation.num_speculative_tokens
+    if k is not None and k >= limit:
+        raise ConfigError(f"num_speculative_tokens ({k}) must be smaller than the context of {limit} tokens")
+    usual_confidence = CPU_CONFIDENCE if k is None and device.type == "cpu" else 0.0
+    confidence = usual_confidence if speculation.draft_confidence is None else float(speculation.draft_confidence)
+    return min(drafter.usual_k, limit - 1) if k is None else k, confidence
 
 
 def _kv_config(

@@ -72,6 +72,7 @@ class NumbaOps(Ops):
     name = "numba"
     row_exact = True
     reads_stored = True
+    own_threads = True
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
         ENTER.compile()

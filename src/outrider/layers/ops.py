@@ -44,6 +44,9 @@ class Ops(ABC):
     """A row's result is the same to the last bit whatever else is in the batch."""
     reads_stored: bool = False
     """Products take matrices as files store them, packed or of 16 bits, and compute in float32."""
+    own_threads: bool = False
+    """Threads of its own do the work. PyTorch's would watch for more work on the same cores, for milliseconds after
+    each call that is large enough to be shared out, and these wait for them."""
     abilities: frozenset[Ability] = frozenset(Ability)
 
     def prepare(self, parameters: DecoderParameters) -> DecoderParameters:

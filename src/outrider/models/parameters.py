@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,22 @@ def plain(matrix: Matrix) -> Tensor:
     return matrix
 
 
+def rows_of(matrix: Matrix, where: slice | Tensor) -> Matrix:
+    if isinstance(matrix, PackedMatrix):
+        return PackedMatrix(packing=matrix.packing, data=matrix.data[where])
+    return matrix[where]
+
+
+def stacked(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices of one kind, one below the other."""
+    first = matrices[0]
+    if isinstance(first, PackedMatrix):
+        parts = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix) and matrix.packing == first.packing]
+        assert len(parts) == len(matrices)
+        return PackedMatrix(packing=first.packing, data=torch.cat([part.data for part in parts]))
+    return torch.cat([plain(matrix) for matrix in matrices])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Linear:
     """y = x Wᵀ + b."""
@@ -25,6 +42,13 @@ class Linear:
     weight: Matrix
     """[out, in]"""
     bias: Tensor | None = None
+
+    def rows(self, where: slice | Tensor) -> Linear:
+        """Some of its outputs."""
+        return Linear(weight=rows_of(self.weight, where), bias=None if self.bias is None else self.bias[where])
+
+    def mapped(self, change: Callable[[Matrix], Matrix]) -> Linear:
+        return replace(self, weight=change(self.weight))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,28 +96,34 @@ class DecoderParameters:
 
 def written_out(parameters: DecoderParameters, dtype: torch.dtype | None = None) -> DecoderParameters:
     """The same without packed matrices, and all matrices of one type if it is given; what is so already is shared."""
-    done: dict[int, Tensor] = {}
 
     def matrix(value: Matrix) -> Tensor:
-        if id(value) not in done:
-            whole = value if isinstance(value, Tensor) else value.expand()
-            done[id(value)] = whole if dtype is None else whole.to(dtype)
-        return done[id(value)]
+        whole = value if isinstance(value, Tensor) else value.expand()
+        return whole if dtype is None else whole.to(dtype)
 
-    def linear(value: Linear) -> Linear:
-        return replace(value, weight=matrix(value.weight))
+    return mapped(parameters, matrix)
+
+
+def mapped(parameters: DecoderParameters, change: Callable[[Matrix], Matrix]) -> DecoderParameters:
+    """The same with every matrix changed but those of experts, and one that is used twice changed once."""
+    done: dict[int, Matrix] = {}
+
+    def once(value: Matrix) -> Matrix:
+        if id(value) not in done:
+            done[id(value)] = change(value)
+        return done[id(value)]
 
     def mlp(value: DenseMLP | ExpertsMLP) -> DenseMLP | ExpertsMLP:
         if isinstance(value, DenseMLP):
-            return DenseMLP(gate_up=linear(value.gate_up), down=linear(value.down))
-        return replace(value, router=linear(value.router))
+            return DenseMLP(gate_up=value.gate_up.mapped(once), down=value.down.mapped(once))
+        return replace(value, router=value.router.mapped(once))
 
     return DecoderParameters(
-        embedding=matrix(parameters.embedding),
+        embedding=once(parameters.embedding),
         layers=tuple(
-            replace(layer, qkv=linear(layer.qkv), out=linear(layer.out), mlp=mlp(layer.mlp))
+            replace(layer, qkv=layer.qkv.mapped(once), out=layer.out.mapped(once), mlp=mlp(layer.mlp))
             for layer in parameters.layers
         ),
         final_norm=parameters.final_norm,
-        head=linear(parameters.head),
+        head=parameters.head.mapped(once),
     )

@@ -9,7 +9,18 @@ from outrider.runner.sampler import RequestSampling
 
 
 class RunningRequest:
-    __slots__ = ("drafts", "forks", "id", "line", "prompt_len", "prompt_logprobs", "sampling", "stop_tokens", "tokens")
+    __slots__ = (
+        "drafts",
+        "forks",
+        "id",
+        "line",
+        "prompt_len",
+        "prompt_logprobs",
+        "sampling",
+        "stop_tokens",
+        "together",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -33,6 +44,8 @@ class RunningRequest:
         self.prompt_logprobs = prompt_logprobs
         self.drafts: list[int] = []
         """Proposed in the last step, to be verified in the next."""
+        self.together: list[float] = []
+        """For each draft so far, how likely it and all before it are right; empty where nobody knows."""
         self.line = -1
         """Its line in the page tables."""
 
@@ -46,3 +59,23 @@ class RunningRequest:
         """These tokens are committed."""
         self.tokens.extend(tokens)
         self.sampling.append(tokens)
+
+    # ---- drafts --------------------------------------------------------------------------------------
+
+    def begin_drafting(self) -> None:
+        self.drafts, self.together = [], []
+
+    def drafted(self, share: float) -> None:
+        """The next draft is right with this probability if those before it are."""
+        self.together.append(self.confidence * share)
+
+    @property
+    def confidence(self) -> float:
+        return self.together[-1] if self.together else 1.0
+
+    def propose(self, drafts: list[int], least_confidence: float) -> None:
+        """Have them verified, as far as they are likely enough."""
+        if self.together and least_confidence:
+            # Confidence only falls, so the likely ones come first.
+            drafts = drafts[: sum(together >= least_confidence for together in self.together)]
+        self.drafts = drafts

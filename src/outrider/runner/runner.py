@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,18 +14,21 @@ from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.layers.ops import Ops
 from outrider.layers.rows import Rows, Span
+from outrider.layers.torch_threads import torch_threads
 from outrider.models.decoder import Decoder, Hidden, LayerKV
 from outrider.models.kv_groups import LayerGroups
 from outrider.runner.batch import Batcher
+from outrider.runner.confidence import largest_shares
 from outrider.runner.logprobs import ROWS_AT_ONCE
 from outrider.runner.page_store import PageStore
 from outrider.runner.request import RunningRequest
-from outrider.runner.sampler import FAILED, Sampler, SampleRow, TokenLogprobs, token_logprobs
+from outrider.runner.sampler import FAILED, Sampler, SampleRow, TokenLogprobs, largest, token_logprobs
 from outrider.runner.tables import TableLines
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.watch import StepWatch
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
-from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.drafter import DraftedRequest, Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.verify import accept
 
 
@@ -51,7 +55,11 @@ class Runner:
         kv_dtype: torch.dtype,
         device: torch.device,
         sanitizer: Sanitizer | None = None,
+        least_confidence: float = 0.0,
     ) -> None:
+        """`least_confidence`: drafts are verified only as far as the drafter finds all of them together at least so
+        likely; 0: all of them."""
+        self._least_confidence = least_confidence
         self._target = target
         self._target_groups = target_groups
         self._drafter = drafter
@@ -71,7 +79,15 @@ class Runner:
         if drafter is not None:
             groups = layout.draft_groups
             kv = self.store.layers(drafter.layer_groups, groups.start) if drafter.layer_groups is not None else ()
-            drafter.bind(DraftServices(rows=self._batcher, groups=groups, kv=kv, draw=self._draw))
+            drafter.bind(
+                DraftServices(
+                    rows=self._batcher,
+                    groups=groups,
+                    kv=kv,
+                    draw=self._draw,
+                    worth_going_on=self._worth_going_on,
+                )
+            )
 
     @property
     def ops(self) -> Ops:
@@ -87,8 +103,11 @@ class Runner:
 
     # ---- one step ----------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        with torch.inference_mode(), torch_threads(1) if self.ops.own_threads else nullcontext():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._tables.apply(plan.kv)
         if self._watch is not None:
             self._watch.begin(plan)
@@ -260,7 +279,7 @@ class Runner:
         wanted: list[ProposeRow] = []
         for row, v, new in zip(step_rows, ends, tokens, strict=True):
             request = self.requests[row.request]
-            request.drafts = []
+            request.begin_drafting()
             # A request that has just ended needs none.
             if row.propose and request.stop_tokens.isdisjoint(new):
                 wanted.append(ProposeRow(request, v, row.propose))
@@ -268,21 +287,23 @@ class Runner:
             assert self._drafter is not None
             for row_wanted, drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
                 name = row_wanted.request.id
-                self.requests[name].drafts = drafts
+                self.requests[name].propose(drafts, self._least_confidence)
                 if self._watch is not None and self._footprint.groups:
                     self._watch.propose_reads(name, row_wanted.v)
                     self._watch.propose_writes(name, row_wanted.v, drafts)
         return tuple(len(self.requests[row.request].drafts) for row in step_rows)
 
-    def _draw(self, logits: Tensor, rows: Sequence[DrawRow]) -> list[int]:
+    def _draw(self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary) -> list[int]:
         """Drafts are drawn with the target's processors and noise, so that they agree as often as they can."""
-        vocabulary = self._target.spec.vocab_size
-        if logits.shape[1] != vocabulary:
-            # Checkpoints pad their vocabularies differently; the shared tokens come first.
-            padded = logits.new_full((logits.shape[0], vocabulary), float("-inf"))
-            width = min(vocabulary, logits.shape[1])
-            padded[:, :width] = logits[:, :width]
-            logits = padded
         draws = [SampleRow(self.requests[row.request.id].sampling, row.position, row.before) for row in rows]
+        if self._least_confidence:
+            for row, share in zip(rows, largest_shares(logits), strict=True):
+                self.requests[row.request.id].drafted(share)
+        if vocabulary.target_ids is not None and all(draw.state.greedy and not draw.edited for draw in draws):
+            return vocabulary.ids(largest(logits)[0])
         # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.
-        return [max(token, 0) for token in self._sampler.sample(logits, draws, logprobs=False).tokens]
+        sampled = self._sampler.sample(vocabulary.spread(logits), draws, logprobs=False)
+        return [max(token, 0) for token in sampled.tokens]
+
+    def _worth_going_on(self, request: DraftedRequest) -> bool:
+        return self.requests[request.id].confidence >= self._least_confidence

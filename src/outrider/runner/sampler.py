@@ -60,7 +60,7 @@ class Sampler:
         if not rows:
             return Sampled(tokens=[], logprobs=[])
         # A broken row is seen before a mask can hide what is broken.
-        tokens, values = _largest(logits)
+        tokens, values = largest(logits)
         failed = {i: _broken(value) for i, value in enumerate(values) if not math.isfinite(value)}
         changed = [i for i, row in enumerate(rows) if i not in failed and (not row.state.greedy or row.edited)]
         if changed:
@@ -89,7 +89,7 @@ class Sampler:
             work = logits[torch.tensor(where, device=self.device)]
             at = {i: j for j, i in enumerate(where)}
             edit(work, [rows[i] for i in where])
-            again, values = _largest(work)
+            again, values = largest(work)
             for i in edited:
                 tokens[i] = again[at[i]]
                 if values[at[i]] == -math.inf:
@@ -124,7 +124,7 @@ def _take(logits: Tensor, where: list[int]) -> Tensor:
     return logits[torch.tensor(where, device=logits.device)]
 
 
-def _largest(logits: Tensor) -> tuple[list[int], list[float]]:
+def largest(logits: Tensor) -> tuple[list[int], list[float]]:
     """The lowest id of each row's largest logit, and that logit; NaN is larger than any number."""
     if logits.device.type == "cpu":
         # Ten times as fast as torch's.

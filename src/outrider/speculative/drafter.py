@@ -20,6 +20,7 @@ from outrider.kv.intervals import Interval
 from outrider.layers.attention import PagedKV
 from outrider.layers.rows import RowBuilder
 from outrider.models.kv_groups import LayerGroups
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
 
 
 class DraftedRequest(Protocol):
@@ -74,8 +75,10 @@ class DraftServices(NamedTuple):
     """The drafter's groups in the layout."""
     kv: tuple[PagedKV, ...]
     """Per layer of the drafter."""
-    draw: Callable[[Tensor, Sequence[DrawRow]], list[int]]
+    draw: Callable[[Tensor, Sequence[DrawRow], DraftVocabulary], list[int]]
     """Choose as the target would if these were its logits: the same processors, the same noise."""
+    worth_going_on: Callable[[DraftedRequest], bool]
+    """Whether the drafts drawn for it so far are likely enough that a further one may count."""
 
 
 def draw_one_more(
@@ -84,20 +87,29 @@ def draw_one_more(
     rows: Sequence[ProposeRow],
     drafts: Sequence[list[int]],
     drafting: Sequence[int],
-) -> None:
-    """Add the next draft of each row that `drafting` numbers; `logits` has a line for each of them."""
+    vocabulary: DraftVocabulary,
+) -> list[int]:
+    """Add the next draft of each row that `drafting` numbers; `logits` has a line for each of them. Returns the places
+    in `drafting` of those that go on: they may have more drafts, and it is worth it."""
     draws = [
         DrawRow(rows[number].request, rows[number].v + 1 + len(drafts[number]), tuple(drafts[number]))
         for number in drafting
     ]
-    for number, token in zip(drafting, services.draw(logits, draws), strict=True):
+    for number, token in zip(drafting, services.draw(logits, draws, vocabulary), strict=True):
         drafts[number].append(token)
+    return [
+        place
+        for place, number in enumerate(drafting)
+        if len(drafts[number]) < rows[number].k and services.worth_going_on(rows[number].request)
+    ]
 
 
 class Drafter(ABC):
     footprint: KVFootprint
     layer_groups: LayerGroups | None = None
     """Its layers in their groups; None for a drafter without KV."""
+    usual_k: int = 4
+    """How many drafts it is asked for where the user does not say."""
 
     def bind(self, services: DraftServices) -> None:
         """Called once, before anything else."""
@@ -107,7 +119,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
-        """At most k drafts for each row."""
+        """At most k drafts for each row: all that were made, however unlikely."""
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -14,6 +14,7 @@ from outrider.models.recipes.layout import Layout, layer_layout, whole
 from outrider.models.spec import DecoderSpec
 from outrider.models.weights.base import layers_from
 from outrider.speculative.checkpoints import fit
+from outrider.speculative.checkpoints.frequent import limit_to, read_frequent
 from outrider.speculative.checkpoints.source import DrafterFiles, OpenedDrafter, open_drafter
 from outrider.speculative.drafters.dflash import DFlash, DFlashParameters, DFlashSpec
 from outrider.speculative.settings import DrafterSettings
@@ -197,12 +198,17 @@ def _load(opened: OpenedDrafter, spec: DFlashSpec, settings: DrafterSettings) ->
     for number, layer in enumerate(body.layers):
         layout |= layer_layout(body, layer, f"layers.{number}", f"layers.{number}")
     filled = files.fill(layout, settings, what="a DFlash drafter", harmless=lambda name: name in HARMLESS)
+    head = fit.head_of(filled, settings)
+    if "head.weight" not in filled:
+        frequent = read_frequent(files.path, settings)
+        if frequent is not None:
+            head, vocabulary = limit_to(frequent, head, settings)
     parameters = DFlashParameters(
         body=DecoderParameters(
             embedding=fit.embedding_of(filled, settings),
             layers=layers_from(body.layers, filled),
             final_norm=filled["final_norm"],
-            head=fit.head_of(filled, settings),
+            head=head,
         ),
         fuse=Linear(weight=filled["fuse"]),
         context_norm=filled["context_norm"],

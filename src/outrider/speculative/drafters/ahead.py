@@ -10,8 +10,8 @@ A key depends on the row's own input only, so feeding reads no KV.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from outrider.layers.ops import Ops
 from outrider.layers.rows import Rows, Span
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import LayerGroups, layer_groups
-from outrider.models.parameters import DecoderParameters, Linear, plain
+from outrider.models.parameters import DecoderParameters, Linear, Matrix, mapped
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
@@ -32,6 +32,10 @@ from outrider.speculative.settings import DrafterSettings
 
 class Entrance(ABC):
     """How a token's embedding and the features before it become the input of the layer."""
+
+    @abstractmethod
+    def mapped(self, change: Callable[[Matrix], Matrix]) -> Entrance:
+        """The same with its matrices changed."""
 
     @abstractmethod
     def features(self, taps: Tensor, ops: Ops) -> Tensor:
@@ -57,6 +61,9 @@ class JoinedEntrance(Entrance):
     embedding_norm: Tensor | None = None
     feature_norm: Tensor | None = None
     input_norm: Tensor | None = None
+
+    def mapped(self, change: Callable[[Matrix], Matrix]) -> Entrance:
+        return replace(self, join=self.join.mapped(change))
 
     def features(self, taps: Tensor, ops: Ops) -> Tensor:
         return ops.norm(taps, self.target_norm, self.target_eps)
@@ -86,22 +93,24 @@ class AheadNetwork:
 
 class OneLayerAhead(Drafter):
     layer_groups: LayerGroups
+    usual_k = 5
 
     def __init__(
         self, network: AheadNetwork, settings: DrafterSettings, *, method: str, name: str, fingerprint: str
     ) -> None:
         body = network.body
         assert len(body.layers) == 1
-        self._network = network
+        pack = settings.packer()
+        network = self._network = replace(
+            network, parameters=mapped(network.parameters, pack), entrance=network.entrance.mapped(pack)
+        )
         self.layer_groups = layer_groups(
             body, owner="draft", page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize
         )
         check_abilities(settings.ops, self.layer_groups, name)
         limit = min(settings.max_model_len, body.max_position)
         self._decoder = Decoder(body, network.parameters, settings.ops, max_position=limit)
-        qkv = self._decoder.parameters.layers[0].qkv
-        keep = slice(body.query_size, None)
-        self._pair = Linear(weight=plain(qkv.weight)[keep], bias=None if qkv.bias is None else qkv.bias[keep])
+        self._pair = self._decoder.parameters.layers[0].qkv.rows(slice(body.query_size, None))
         shape = DrafterShape(groups=self.layer_groups.specs, taps=network.taps, max_len=limit, fingerprint=fingerprint)
         self.footprint = footprint_for(method, shape)
         self._services: DraftServices | None = None
@@ -162,8 +171,8 @@ class OneLayerAhead(Drafter):
     def _logits(self, hidden: Tensor) -> Tensor:
         decoder, network = self._decoder, self._network
         if network.final_norm:
-            return network.vocabulary.spread(decoder.logits(hidden))
-        return network.vocabulary.spread(decoder.ops.project(hidden, decoder.parameters.head).float())
+            return decoder.logits(hidden)
+        return decoder.ops.project(hidden, decoder.parameters.head).float()
 
     def _carried(self, hidden: Tensor) -> Tensor:
         if not self._network.carries_normed:
@@ -177,8 +186,8 @@ class OneLayerAhead(Drafter):
         hidden = torch.stack([self._fed[row.request.id] for row in rows])
         drafting = list(range(len(rows)))
         while True:
-            draw_one_more(services, self._logits(hidden), rows, drafts, drafting)
-            going_on = [place for place, number in enumerate(drafting) if len(drafts[number]) < rows[number].k]
+            vocabulary = self._network.vocabulary
+            going_on = draw_one_more(services, self._logits(hidden), rows, drafts, drafting, vocabulary)
             if not going_on:
                 return drafts
             drafting = [drafting[place] for place in going_on]

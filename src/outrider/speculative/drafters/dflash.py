@@ -19,7 +19,7 @@ from outrider.kv.groups import Sliding
 from outrider.layers.rows import Span
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups, layer_groups
-from outrider.models.parameters import DecoderParameters, Linear, plain
+from outrider.models.parameters import DecoderParameters, Linear, mapped, stacked
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
@@ -70,8 +70,10 @@ class DFlash(Drafter):
         self.layer_groups = block_groups(spec, page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize)
         check_abilities(settings.ops, self.layer_groups, name)
         limit = min(settings.max_model_len, spec.body.max_position)
-        self._decoder = Decoder(spec.body, parameters.body, settings.ops, max_position=limit)
-        self._parameters = parameters
+        pack = settings.packer()
+        self._decoder = Decoder(spec.body, mapped(parameters.body, pack), settings.ops, max_position=limit)
+        self._fuse, self._context_norm = parameters.fuse.mapped(pack), parameters.context_norm
+        self._vocabulary = parameters.vocabulary
         self._context = context_projection(spec.body, self._decoder.parameters)
         shape = DrafterShape(
             groups=self.layer_groups.specs,
@@ -81,6 +83,7 @@ class DFlash(Drafter):
             block_rows=min(spec.block_size, limit),
         )
         self.footprint = footprint_for("dflash", shape)
+        self.usual_k = spec.block_size - 1
         self._services: DraftServices | None = None
 
     def bind(self, services: DraftServices) -> None:
@@ -100,8 +103,8 @@ class DFlash(Drafter):
         ]
         fed = services.rows.rows(spans, services.groups)
         body, ops = self.spec.body, self._decoder.ops
-        context = ops.project(tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows]), self._parameters.fuse)
-        context = ops.norm(context, self._parameters.context_norm, body.norm_eps)
+        context = ops.project(tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows]), self._fuse)
+        context = ops.norm(context, self._context_norm, body.norm_eps)
         # [layers, rows, keys and values]
         pairs = ops.project(context, self._context).view(len(context), -1, 2 * body.kv_size).unbind(1)
         for number, (group, _place) in enumerate(self.layer_groups.place):
@@ -131,10 +134,12 @@ class DFlash(Drafter):
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         logits = self._decoder.logits(hidden[torch.tensor(masks, device=hidden.device)])
-        return draw_block(services, rows, self._parameters.vocabulary.spread(logits))
+        return draw_block(services, rows, logits, self._vocabulary)
 
 
-def draw_block(services: DraftServices, rows: Sequence[ProposeRow], logits: Tensor) -> list[list[int]]:
+def draw_block(
+    services: DraftServices, rows: Sequence[ProposeRow], logits: Tensor, vocabulary: DraftVocabulary
+) -> list[list[int]]:
     """k drafts for each row from k logits each, lying one after the other.
 
     All are known at once, so all are drawn at once, but for requests whose draws depend on earlier drafts.
@@ -157,9 +162,9 @@ def draw_block(services: DraftServices, rows: Sequence[ProposeRow], logits: Tens
         ]
         wanted = [starts[number] + draft for number, draft in places]
         if len(wanted) < len(logits):
-            drawn = services.draw(logits[torch.tensor(wanted, device=logits.device)], draws)
+            drawn = services.draw(logits[torch.tensor(wanted, device=logits.device)], draws, vocabulary)
         else:
-            drawn = services.draw(logits, draws)
+            drawn = services.draw(logits, draws, vocabulary)
         for (number, _draft), token in zip(places, drawn, strict=True):
             drafts[number].append(token)
 
@@ -181,6 +186,6 @@ def block_groups(spec: DFlashSpec, *, page_tokens: int, item_bytes: int) -> Laye
 
 def context_projection(body: DecoderSpec, parameters: DecoderParameters) -> Linear:
     """Keys and values of all layers from one product: [layers * (key + value), hidden]."""
-    pairs = [plain(layer.qkv.weight)[body.query_size :] for layer in parameters.layers]
-    biases = [layer.qkv.bias[body.query_size :] for layer in parameters.layers if layer.qkv.bias is not None]
-    return Linear(weight=torch.cat(pairs), bias=torch.cat(biases) if biases else None)
+    pairs = [layer.qkv.rows(slice(body.query_size, None)) for layer in parameters.layers]
+    biases = [pair.bias for pair in pairs if pair.bias is not None]
+    return Linear(weight=stacked([pair.weight for pair in pairs]), bias=torch.cat(biases) if biases else None)

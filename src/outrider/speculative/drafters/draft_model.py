@@ -17,6 +17,7 @@ from outrider.layers.rows import Span
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.footprints import DrafterShape, footprint_for
 
 
@@ -30,6 +31,7 @@ class DraftModel(Drafter):
         shape = DrafterShape(groups=groups.specs, max_len=max_len, fingerprint=fingerprint)
         self.footprint = footprint_for("draft_model", shape)
         self._decoder = decoder
+        self._vocabulary = DraftVocabulary(size=target_vocab_size)
         self._embeds_all = decoder.spec.vocab_size >= target_vocab_size
         self._services: DraftServices | None = None
         self._fed: dict[str, Tensor] = {}
@@ -78,8 +80,9 @@ class DraftModel(Drafter):
         hidden = torch.stack([self._fed[row.request.id] for row in rows])
         drafting = list(range(len(rows)))
         while drafting:
-            draw_one_more(services, self._decoder.logits(hidden), rows, drafts, drafting)
-            drafting = [number for number in drafting if len(drafts[number]) < rows[number].k]
+            logits = self._decoder.logits(hidden)
+            going_on = draw_one_more(services, logits, rows, drafts, drafting, self._vocabulary)
+            drafting = [drafting[place] for place in going_on]
             if drafting:
                 spans = []
                 for number in drafting:

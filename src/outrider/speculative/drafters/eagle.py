@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from outrider.layers.ops import Ops
-from outrider.models.parameters import Linear
+from outrider.models.parameters import Linear, Matrix
 from outrider.speculative.drafters.ahead import AheadNetwork, Entrance, OneLayerAhead
 from outrider.speculative.settings import DrafterSettings
 
@@ -26,6 +27,9 @@ class WideEntrance(Entrance):
     normed_residual: bool
     """The residual is the normed features, not the features."""
     eps: float
+
+    def mapped(self, change: Callable[[Matrix], Matrix]) -> Entrance:
+        return replace(self, fuse=self.fuse.mapped(change))
 
     def features(self, taps: Tensor, ops: Ops) -> Tensor:
         if self.taps_norm is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -14,10 +16,23 @@ class DraftVocabulary:
     target_ids: Tensor | None = None
     """int64 [draft tokens]: what the target calls each of them; None where the two vocabularies are one."""
 
+    def ids(self, places: Sequence[int]) -> list[int]:
+        """What the target calls the tokens at these places of the drafter's vocabulary."""
+        if self.target_ids is None:
+            return list(places)
+        found: list[int] = self.target_ids[torch.tensor(places, device=self.target_ids.device)].tolist()
+        return found
+
     def spread(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary; tokens that cannot be drafted get none."""
         if self.target_ids is None:
-            return logits
+            if logits.shape[1] == self.size:
+                return logits
+            # Checkpoints pad their vocabularies differently; the shared tokens come first.
+            padded = logits.new_full((logits.shape[0], self.size), float("-inf"))
+            width = min(self.size, logits.shape[1])
+            padded[:, :width] = logits[:, :width]
+            return padded
         spread = logits.new_full((logits.shape[0], self.size), float("-inf"))
         spread[:, self.target_ids] = logits
         return spread
