@@ -14,13 +14,13 @@ from tests.engine.tiny import tiny_model, tiny_spec
 from outrider.api.cli.engine_options import packaged_speculations
 from outrider.bench import decode
 from outrider.bench.contestants import TransformersContestant
-from outrider.layers.torch_threads import torch_threads
 from outrider.bench.decode import DecodeBenchConfig, measure, measurements, prepare
 from outrider.bench.reference import reference_model, why_no_reference
 from outrider.bench.texts import PLAIN_TEXTS, QUESTIONS, prompts_of
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.errors import ConfigError
+from outrider.layers.torch_threads import torch_threads
 from outrider.models.chat import ChatTemplate
 from outrider.models.load import LoadedModel
 from outrider.models.resolve import DEFAULT_MODEL

@@ -72,10 +72,11 @@ def engine_with(
     block_size: int = 8,
     max_len: int = 256,
     drafter_ops: Ops | None = None,
+    draft_vocab_size: int | None = None,
     **more: Any,
 ) -> tuple[Engine, Recorder]:
     """An engine whose drafts are right in part, and what its drafter really said."""
-    settings = settings_for(target, page_tokens=block_size, max_model_len=max_len)
+    settings = settings_for(target, page_tokens=block_size, max_model_len=max_len, draft_vocab_size=draft_vocab_size)
     if drafter_ops is not None:
         settings = replace(settings, ops=drafter_ops)
     recorder = Recorder(case.load(directory, target, settings), mostly_right(texts) if texts else None)

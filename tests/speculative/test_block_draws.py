@@ -15,6 +15,9 @@ from outrider.api.llm import LLM
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafter import DraftServices, DrawRow, ProposeRow
 from outrider.speculative.drafters.dflash import draw_block
+from outrider.speculative.drafters.vocabulary import DraftVocabulary
+
+WHOLE = DraftVocabulary(size=6)
 
 
 class Asked:
@@ -24,13 +27,13 @@ class Asked:
 
 
 def services(calls: list[list[DrawRow]]) -> DraftServices:
-    def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[int]:
+    def draw(logits: Tensor, rows: Sequence[DrawRow], _vocabulary: DraftVocabulary) -> list[int]:
         assert len(logits) == len(rows)
         calls.append(list(rows))
         return logits.argmax(-1).tolist()
 
     unused: Any = None
-    return DraftServices(rows=unused, groups=range(0), kv=(), draw=draw)
+    return DraftServices(rows=unused, groups=range(0), kv=(), draw=draw, worth_going_on=lambda _: True)
 
 
 def test_all_at_once_unless_draws_depend_on_each_other() -> None:
@@ -38,7 +41,7 @@ def test_all_at_once_unless_draws_depend_on_each_other() -> None:
     rows = [ProposeRow(free, 4, 3), ProposeRow(bound, 9, 2), ProposeRow(free, 6, 1)]
     logits = torch.eye(6)
     calls: list[list[DrawRow]] = []
-    assert draw_block(services(calls), rows, logits) == [[0, 1, 2], [3, 4], [5]]
+    assert draw_block(services(calls), rows, logits, WHOLE) == [[0, 1, 2], [3, 4], [5]]
     assert [len(call) for call in calls] == [5, 1]
     assert [draw.position for draw in calls[0]] == [5, 6, 7, 10, 7]
     assert calls[1] == [DrawRow(bound, 11, (3,))]

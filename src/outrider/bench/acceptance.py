@@ -34,6 +34,8 @@ TURNS_MAX = 1_000
 """Turns of a chat have seeds of their own; so many fit between those of one chat and of the next."""
 STEP_ROWS = 2_048
 """Rows of a step, so that ordinary prompts pass in one."""
+USUAL_DRAFTS = 8
+"""For which room is made where nobody says how many there are."""
 EXPECTED = 'expected {"category": "…", "turns": ["first question", "next question"]} or {"prompt": "…"}'
 
 
@@ -383,7 +385,7 @@ def prepare(config: AcceptanceConfig, model: LoadedModel | None = None, progress
     speculation = config.engine.speculative_config
     assert speculation is not None
     # Enough for most drafters; where one proposes in more rows, fewer chats are let in.
-    crowd_rows = 2 * config.batch * 2 * (1 + speculation.num_speculative_tokens)
+    crowd_rows = 2 * config.batch * 2 * (1 + (speculation.num_speculative_tokens or USUAL_DRAFTS))
     settings = replace(
         config.engine,
         max_num_seqs=config.batch,

@@ -36,6 +36,7 @@ _SOURCES = (
     "packed",
     "pool",
     "rotate",
+    "shares",
     "softmax",
     "tiles",
     "vector",

@@ -7,16 +7,18 @@ shares says how likely all drafts so far are right, and where another row to ver
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
+from outrider.layers.ops import Ops
 
-def largest_shares(logits: Tensor) -> list[float]:
+
+def largest_shares(logits: Tensor, ops: Ops) -> list[float]:
     """For each row, the probability of its most likely token."""
-    if logits.device.type == "cpu":
-        # Several times as fast as torch's for a few rows.
-        array = logits.numpy()
-        weights = np.exp(array - array.max(axis=-1, keepdims=True))
-        shares: list[float] = (1.0 / weights.sum(axis=-1)).tolist()
-        return shares
-    return logits.softmax(dim=-1).amax(dim=-1).tolist()
+    if ops.own_threads:
+        from outrider.kernels.shares import largest_shares as compiled
+
+        logits_shares = compiled(logits)
+    else:
+        logits_shares = logits.softmax(dim=-1).amax(dim=-1)
+    shares: list[float] = logits_shares.tolist()
+    return shares

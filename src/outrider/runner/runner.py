@@ -59,7 +59,7 @@ class Runner:
     ) -> None:
         """`least_confidence`: drafts are verified only as far as the drafter finds all of them together at least so
         likely; 0: all of them."""
-        self._least_confidence = least_confidence
+        self.least_confidence = least_confidence
         self._target = target
         self._target_groups = target_groups
         self._drafter = drafter
@@ -287,7 +287,7 @@ class Runner:
             assert self._drafter is not None
             for row_wanted, drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
                 name = row_wanted.request.id
-                self.requests[name].propose(drafts, self._least_confidence)
+                self.requests[name].propose(drafts, self.least_confidence)
                 if self._watch is not None and self._footprint.groups:
                     self._watch.propose_reads(name, row_wanted.v)
                     self._watch.propose_writes(name, row_wanted.v, drafts)
@@ -296,8 +296,8 @@ class Runner:
     def _draw(self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary) -> list[int]:
         """Drafts are drawn with the target's processors and noise, so that they agree as often as they can."""
         draws = [SampleRow(self.requests[row.request.id].sampling, row.position, row.before) for row in rows]
-        if self._least_confidence:
-            for row, share in zip(rows, largest_shares(logits), strict=True):
+        if self.least_confidence:
+            for row, share in zip(rows, largest_shares(logits, self.ops), strict=True):
                 self.requests[row.request.id].drafted(share)
         if vocabulary.target_ids is not None and all(draw.state.greedy and not draw.edited for draw in draws):
             return vocabulary.ids(largest(logits)[0])
@@ -306,4 +306,4 @@ class Runner:
         return [max(token, 0) for token in sampled.tokens]
 
     def _worth_going_on(self, request: DraftedRequest) -> bool:
-        return self.requests[request.id].confidence >= self._least_confidence
+        return self.requests[request.id].confidence >= self.least_confidence

@@ -17,6 +17,9 @@ from outrider.sanitizer.watch import StepWatch
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
 from outrider.sim.oracle import EMPTY_SLOT, Reference, chance, digest
 
+UNLIKELY = 0.3
+"""How often some drafts are not verified."""
+
 
 class DeviceRequest:
     """What a runner keeps of a request: its own copy of the tokens, and the drafts it proposed."""
@@ -189,6 +192,11 @@ class FakeDevice:
         request.drafts = [self._draft_token(request, v + 1 + number, right) for number in range(k)]
         if footprint.groups:
             self._write_scratch(row.request, request, tables, v, k)
+            # What is too unlikely is not verified, though it left its scratch.
+            unlikely = chance(self._seed, "unlikely", request.seed, v)
+            if unlikely < UNLIKELY:
+                k = int(unlikely / UNLIKELY * (k + 1))
+                request.drafts = request.drafts[:k]
         return k
 
     def _draft_token(self, request: DeviceRequest, position: int, right: bool) -> int:

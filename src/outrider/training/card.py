@@ -32,6 +32,8 @@ class RunFacts:
     shared_prompts: int
     """Evaluation streams that begin as a training stream does."""
     evaluation: dict[str, Any] | None
+    frequent_tokens: tuple[int, ...]
+    """What the assistant wrote, the most frequent first."""
 
 
 def model_card(settings: TrainSettings, target: Target, plan: DraftPlan, facts: RunFacts) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.models.spec import DecoderSpec, RopeScaling, RopeSpec
+from outrider.speculative.checkpoints.frequent import FREQUENT_TOKENS
 from outrider.training.card import RunFacts, model_card
 from outrider.training.drafts import DraftPlan
 from outrider.training.settings import TrainSettings
@@ -41,6 +42,9 @@ def export_drafter(
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory, tensors, shard_mib=settings.shard_mib)
     _write_json(directory / CONFIG, config)
+    if plan.network.block_size is not None:
+        # A drafter that has a head of its own has chosen its tokens already.
+        _replace(directory / FREQUENT_TOKENS, json.dumps(facts.frequent_tokens, separators=(",", ":")).encode())
     if facts.evaluation is not None:
         _write_json(directory / EVALUATION, facts.evaluation)
     _replace(directory / CARD, model_card(settings, target, plan, facts).encode())

@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.training.card import RunFacts
 from outrider.training.checkpoint import STATE_FILE, load_state, refuse_other_run
 from outrider.training.corpus import read_note, shared_prompts
-from outrider.training.drafts import TokenChoices, choose_tokens, make_plan
+from outrider.training.drafts import TokenChoices, choose_tokens, make_plan, most_frequent
 from outrider.training.evaluate import Evaluation, as_json, describe, read_evaluation
 from outrider.training.export import export_drafter
 from outrider.training.initial import open_initial
@@ -160,6 +160,7 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
             notes=notes,
             shared_prompts=shared_prompts(held_out, trained),
             evaluation=latest,
+            frequent_tokens=most_frequent(trained, vocab_size),
         )
         export_drafter(settings, target, plan, trainer.scale, facts)
         report(f"exported to {settings.output}")

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from outrider.kv.groups import Sliding
+from outrider.layers.attention import AttentionRows
+from outrider.layers.ops import Recorded
 from outrider.layers.rows import Span
-from outrider.models.decoder import Decoder, LayerKV
+from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups, layer_groups
 from outrider.models.parameters import DecoderParameters, Linear, mapped, stacked
 from outrider.models.spec import DecoderSpec
@@ -85,9 +87,12 @@ class DFlash(Drafter):
         self.footprint = footprint_for("dflash", shape)
         self.usual_k = spec.block_size - 1
         self._services: DraftServices | None = None
+        self._recorded: dict[int, Recorded | None] = {}
+        """Feeding, by number of rows."""
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
+        self._recorded.clear()
 
     def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
         services = self._services
@@ -102,13 +107,30 @@ class DFlash(Drafter):
             for row in rows
         ]
         fed = services.rows.rows(spans, services.groups)
+        taken = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
+        places = [fed.groups[group] for group, _place in self.layer_groups.place]
+        count = len(taken)
+        if count > RECORDED_ROWS_MAX:
+            self._leave_pairs(taken, places)
+            return
+        if count not in self._recorded:
+            self._recorded[count] = self._decoder.ops.record(taken, places, lambda x: self._leave_pairs(x, places))
+        recorded = self._recorded[count]
+        if recorded is None:
+            self._leave_pairs(taken, places)
+        else:
+            recorded.run(taken, places)
+
+    def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> Sequence[Tensor]:
+        """Keys and values of context rows, to their slots in every layer."""
+        assert self._services is not None
         body, ops = self.spec.body, self._decoder.ops
-        context = ops.project(tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows]), self._fuse)
-        context = ops.norm(context, self._context_norm, body.norm_eps)
+        context = ops.norm(ops.project(taps, self._fuse), self._context_norm, body.norm_eps)
+        pairs = ops.project(context, self._context)
         # [layers, rows, keys and values]
-        pairs = ops.project(context, self._context).view(len(context), -1, 2 * body.kv_size).unbind(1)
-        for number, (group, _place) in enumerate(self.layer_groups.place):
-            ops.store(pairs[number], self._decoder.attention[number], services.kv[number], fed.groups[group])
+        for number, pair in enumerate(pairs.view(len(taps), -1, 2 * body.kv_size).unbind(1)):
+            ops.store(pair, self._decoder.attention[number], self._services.kv[number], places[number])
+        return ()
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         services = self._services

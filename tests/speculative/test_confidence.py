@@ -1,0 +1,160 @@
+"""Drafts are verified only as far as they are likely: fewer rows, the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.tiny import tiny_draft_model, tiny_engine, tiny_model, tiny_spec
+from tests.speculative.cases import GREEDY, ONE_OF_EACH, prompts, three_layers
+from tests.speculative.tiny import settings_for
+
+from outrider.api.llm import LLM
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.engine.build import CPU_CONFIDENCE, build_engine
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError
+from outrider.models.load import LoadedModel
+from outrider.runner.request import RunningRequest
+from outrider.runner.sampler import RequestSampling
+from outrider.sampling import SamplingParams
+from outrider.speculative.drafter import Drafter, ProposeRow
+
+K = 5
+
+
+class Watched:
+    """How many drafts were made, and how many of them were handed in."""
+
+    def __init__(self, engine: Engine, drafter: Drafter) -> None:
+        self.made: list[int] = []
+        propose = drafter.propose
+
+        def counted(rows: list[ProposeRow]) -> list[list[int]]:
+            drafts = propose(rows)
+            self.made.extend(map(len, drafts))
+            return drafts
+
+        drafter.propose = counted  # type: ignore[method-assign, assignment]
+        self.engine = engine
+
+    @property
+    def verified(self) -> int:
+        return self.engine.speculation.draft_tokens
+
+
+def engine_over(drafter: Drafter, target: LoadedModel, method: str, **speculation: Any) -> Engine:
+    config = EngineConfig(
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        block_size=8,
+        kv_cache_memory_bytes=1 << 23,
+        sanitizer="raise",
+        sanitizer_level="bytes",
+        ops="torch",
+        device="cpu",
+        speculative_config=SpeculativeConfig(method=method, **speculation),
+    )
+    return build_engine(config, model=target, drafter=drafter)
+
+
+def run(drafter: Drafter, target: LoadedModel, method: str, params: SamplingParams, confidence: float) -> Watched:
+    watched = Watched(
+        engine_over(drafter, target, method, num_speculative_tokens=K, draft_confidence=confidence), drafter
+    )
+    llm = LLM.over(watched.engine)
+    found = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts()]
+    plain = LLM.over(tiny_engine(target, enable_prefix_caching=False))
+    assert found == [plain.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts()]
+    return watched
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=24)], ids=["0", "0.9"])
+def test_fewer_drafts_are_verified_and_the_text_stays(name: str, params: SamplingParams, tmp_path: Path) -> None:
+    target, case = three_layers(), ONE_OF_EACH[name]
+    case.save(tmp_path, target)
+
+    def drafter() -> Drafter:
+        return case.load(tmp_path, target, settings_for(target, page_tokens=8))
+
+    runs = [run(drafter(), target, case.method, params, confidence) for confidence in (0.0, 0.001, 0.03, 0.3, 0.99)]
+    verified = [each.verified for each in runs]
+    assert verified == sorted(verified, reverse=True)
+    assert len(set(verified)) > 2
+    # Drafts of one pass are all made at once; a chain ends with the first one that is too unlikely.
+    made = [sum(each.made) / len(each.made) for each in runs]
+    if drafter().footprint.passes(K) > 1:
+        assert made[-1] < made[0] - 1
+    else:
+        assert made[-1] > 4
+
+
+def test_a_draft_model_stops_where_it_is_unsure() -> None:
+    target = three_layers()
+    draft = tiny_model(tiny_spec(windows=(None,)), seed=5)
+    everything = run(tiny_draft_model(target, draft, block_size=8), target, "draft_model", GREEDY, 0.0)
+    some = run(tiny_draft_model(target, draft, block_size=8), target, "draft_model", GREEDY, 0.05)
+    assert 0 < some.verified < everything.verified
+    assert sum(some.made) < sum(everything.made)
+
+
+def test_what_is_kept_is_likely_together() -> None:
+    request = RunningRequest(
+        "a", [1], RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu"), prompt_len=1
+    )
+    for share in (0.9, 0.5, 0.5, 0.9):
+        request.drafted(share)
+    request.propose([1, 2, 3, 4], 0.3)
+    assert request.drafts == [1, 2]
+    assert request.confidence == pytest.approx(0.9 * 0.5 * 0.5 * 0.9)
+    request.propose([1, 2, 3, 4], 0.0)
+    assert request.drafts == [1, 2, 3, 4]
+    request.begin_drafting()
+    assert (request.drafts, request.confidence) == ([], 1.0)
+    # Who looks drafts up instead of drawing them says nothing of how likely they are.
+    request.propose([5, 6], 0.9)
+    assert request.drafts == [5, 6]
+
+
+def test_who_names_no_number_gets_what_the_drafter_is_made_for(tmp_path: Path) -> None:
+    target, case = three_layers(), ONE_OF_EACH["full"]
+    case.save(tmp_path, target)
+    drafter = case.load(tmp_path, target, settings_for(target, page_tokens=8))
+    by_itself = engine_over(drafter, target, case.method)
+    assert by_itself.k == drafter.usual_k == drafter.footprint.block_rows - 1
+    assert by_itself.runner.least_confidence == CPU_CONFIDENCE
+    told = engine_over(drafter, target, case.method, num_speculative_tokens=2)
+    assert (told.k, told.runner.least_confidence) == (2, 0.0)
+    both = engine_over(drafter, target, case.method, draft_confidence=0.5)
+    assert (both.k, both.runner.least_confidence) == (drafter.usual_k, 0.5)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.0, 2, float("nan"), True, "0.5"])
+def test_a_confidence_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"draft_confidence must lie in \[0, 1\)"):
+        SpeculativeConfig(method="dflash", draft_confidence=wrong)
+
+
+def test_texts_need_no_torch_threads_of_their_own() -> None:
+    """PyTorch's threads are put aside for a step, and come back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen: list[int] = []
+        engine = tiny_engine(ops="numba")
+        forward = engine.runner._target.forward
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return forward(*args, **options)
+
+        engine.runner._target.forward = watched  # type: ignore[method-assign]
+        LLM.over(engine).generate([[1, 2, 3]], GREEDY)
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
