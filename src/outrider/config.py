@@ -34,7 +34,7 @@ class SpeculativeConfig:
     """Drafts are verified only as far as the drafter finds all of them together at least so likely; 0: all of them.
     None: 0 where the number of drafts is given or a GPU verifies, else what pays on a CPU."""
     draft_vocab_size: int | None = None
-    """Draft only so many of the tokens that the drafter's own list has as the most frequent ones. None: what pays."""
+    """Draft only so many of the tokens that the drafter's own list has as the most frequent; 0: all. None: what pays."""
     pack_weights: bool | None = None
     """Keep the drafter's matrices in 8 bits. None: where CPU kernels can read them, unless expand_weights is set."""
     model: str | None = None
@@ -49,9 +49,9 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_config: method must be a name, got {self.method!r}")
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             whole_number(getattr(self, name), f"speculative_config: {name}", at_least=1)
-        for name in ("num_speculative_tokens", "draft_vocab_size", "num_hidden_layers"):
+        for name, least in (("num_speculative_tokens", 1), ("num_hidden_layers", 1), ("draft_vocab_size", 0)):
             if getattr(self, name) is not None:
-                whole_number(getattr(self, name), f"speculative_config: {name}", at_least=1)
+                whole_number(getattr(self, name), f"speculative_config: {name}", at_least=least)
         confidence = self.draft_confidence
         if confidence is not None and (
             isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence < 1

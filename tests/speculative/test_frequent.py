@@ -72,5 +72,6 @@ def test_who_can_read_everything_does(tmp_path: Path) -> None:
     (tmp_path / FREQUENT_TOKENS).write_text(json.dumps(TOKENS))
     assert found() is None
     assert found(packed=True) == sorted(TOKENS)
+    assert found(packed=True, draft_vocab_size=0) is None
     assert found(packed=True, draft_vocab_size=256) is None
     assert found(draft_vocab_size=3) == [3, 77, 200]

@@ -100,7 +100,8 @@ def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progres
     contestants: list[Contestant] = [OutriderContestant(PLAIN, plain, speculate=False)]
     for speculation in config.speculations:
         engine = build_engine(replace(settings, speculative_config=speculation), model=plain.model, progress=progress)
-        name = f"{PLAIN}, {speculation.method}, k = {speculation.num_speculative_tokens}"
+        limit = "" if speculation.num_speculative_tokens is None else f", k = {engine.k}"
+        name = f"{PLAIN}, {speculation.method}{limit}"
         contestants.append(OutriderContestant(name, engine, speculate=True))
     memory = {PLAIN: _resident_mb()}
     texts = TEXTS if plain.model.chat_template is not None else PLAIN_TEXTS
@@ -108,7 +109,11 @@ def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progres
     if note is None:
         reference = reference_model(plain.model)
         contestants.append(TransformersContestant(REFERENCE, reference, threads))
-        contestants.append(TransformersContestant(LOOKUP, reference, threads, lookup=SpeculativeConfig(method="ngram")))
+        contestants.append(
+            TransformersContestant(
+                LOOKUP, reference, threads, lookup=SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+            )
+        )
         memory[REFERENCE] = _resident_mb()
     return Arena(contestants, plain.model, plain, config.texts or texts, memory, note)
 

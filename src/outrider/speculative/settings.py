@@ -26,7 +26,7 @@ class DrafterSettings:
     packed: bool = False
     """Matrices of 16 bits are kept in 8: half the memory to read, at the price of a draft now and then."""
     draft_vocab_size: int | None = None
-    """Draft only so many of the most frequent tokens; None: as many as the drafter's own list suggests."""
+    """Draft only so many of the most frequent tokens; 0: all; None: what pays here."""
     progress: Callable[[str, int, int], None] | None = None
     taps: tuple[int, ...] | None = None
     """Target layers to read in place of those that the checkpoint names; for finding out which are right."""

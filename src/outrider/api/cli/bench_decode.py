@@ -21,6 +21,7 @@ from outrider.api.cli.grouped import grouped
 from outrider.api.cli.terminal import errors, loading, out, progress_bar
 from outrider.config import EngineConfig, SpeculativeConfig
 
+FIXED_DRAFTS = 3
 DEFAULT_BATCHES = (1, 8)
 DEFAULT_TOKENS, DEFAULT_ROUNDS = 128, 5
 QUICK_TOKENS, QUICK_ROUNDS = 32, 2
@@ -91,7 +92,10 @@ def bench_decode(
     model: ModelOptions,
 ) -> None:
     engine = EngineConfig(**(model.settings() | {"model": chosen_model(positional, model)}))
-    given = [*packaged_speculations(engine.model), SPECULATIVE_EXAMPLE]
+    packaged = packaged_speculations(engine.model)
+    # As users run it by default, and with a fixed number of drafts beside it.
+    fixed = [json.dumps(json.loads(text) | {"num_speculative_tokens": FIXED_DRAFTS}) for text in packaged[:1]]
+    given = [*packaged, *fixed, SPECULATIVE_EXAMPLE]
     speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in speculative_config or given]
 
     from outrider.bench.decode import DecodeBenchConfig, how_busy, measure, measurements, prepare

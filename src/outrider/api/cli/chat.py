@@ -122,7 +122,7 @@ def _converse(session: ChatSession, *, show_drafts: bool) -> None:
 def _greet(session: ChatSession) -> None:
     engine = session.llm.engine
     config = engine.config.speculative_config
-    drafting = "no speculation" if config is None else f"{config.method} drafts up to {config.num_speculative_tokens}"
+    drafting = "no speculation" if config is None else f"{config.method} drafts up to {engine.k}"
     out.print(Text(engine.model.name, style="bold") + Text(f" · {drafting} · {engine.max_model_len:,} tokens"))
     out.print("Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.", style="dim")
 

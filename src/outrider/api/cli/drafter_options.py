@@ -39,4 +39,6 @@ def speculation_of(
     if fields["method"] not in METHODS:
         raise ConfigError(f"unknown drafting method {fields['method']!r}; known methods: {', '.join(METHODS)}")
     fields.setdefault("num_speculative_tokens", usual_drafts(fields["method"]))
+    # What is asked for is what the drafter can do, not what is fastest here.
+    fields.setdefault("draft_vocab_size", 0)
     return SpeculativeConfig(**fields)

@@ -16,8 +16,7 @@ MODEL = "Model"
 ENGINE = "Engine"
 CHECKING = "Checking"
 
-PACKAGED_METHODS = {"dflash": 3, "eagle3": 3}
-"""With how many drafts a step: what is fastest for one request on a few cores."""
+PACKAGED_METHODS = ("dflash", "eagle3")
 SPECULATIVE_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 _UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DEFAULTS = EngineConfig()
@@ -155,10 +154,10 @@ class EngineOptions:
 def packaged_speculations(model: str) -> list[str]:
     """For the drafters that are installed for a model, the best first; as JSON, as a person would write it."""
     found = []
-    for method, k in PACKAGED_METHODS.items():
+    for method in PACKAGED_METHODS:
         name = packaged_drafter(model.lower(), method)
         if name is not None and is_installed(name):
-            found.append(json.dumps({"method": method, "num_speculative_tokens": k}))
+            found.append(json.dumps({"method": method}))
     return found
 
 

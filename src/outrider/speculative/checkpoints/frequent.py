@@ -28,7 +28,7 @@ USUAL_SIZE = 16_384
 def read_frequent(directory: Path, settings: DrafterSettings) -> Tensor | None:
     """int64, rising: the tokens to draft; None: all of them."""
     path, size = directory / FREQUENT_TOKENS, settings.draft_vocab_size
-    if size is None and not settings.packed:
+    if size == 0 or (size is None and not settings.packed):
         # Whoever has the bandwidth drafts from everything.
         return None
     vocab_size = settings.target.spec.vocab_size
