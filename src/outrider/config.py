@@ -34,7 +34,7 @@ class SpeculativeConfig:
     """Drafts are verified only as far as the drafter finds all of them together at least so likely; 0: all of them.
     None: 0 where the number of drafts is given or a GPU verifies, else what pays on a CPU."""
     draft_vocab_size: int | None = None
-    """Draft only so many of the tokens that the drafter's own list has as the most frequent; 0: all. None: what pays."""
+    """Draft only so many of the tokens, the most frequent by the drafter's own list; 0: all. None: what pays."""
     pack_weights: bool | None = None
     """Keep the drafter's matrices in 8 bits. None: where CPU kernels can read them, unless expand_weights is set."""
     model: str | None = None
