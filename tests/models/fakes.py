@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,23 +45,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "sliding_window": 16,
             "head_dim": 8,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
         },
     ),
     "qwen2": ("Qwen2", {}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
     "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "head_dim": 16}),
     "qwen3_moe, some dense": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe, one dense": ("Qwen3Moe", {**MOE, "mlp_only_layers": [1]}),
+    "gemma2": ("Gemma2", GEMMA | {"num_hidden_layers": 4, "attn_logit_softcapping": 2.0}),
+    "gemma2, no caps": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
+    "gemma3, one in six": (
+        "Gemma3",
+        GEMMA
+        | {
+            "num_hidden_layers": 12,
+            "sliding_window": 16,
+            "final_logit_softcapping": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss, one expert": ("GptOss", GPT_OSS | {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
 }
+CONFIGURATIONS = {"Gemma3": "Gemma3TextConfig"}
+
+
+def configuration(family: str, **changes: Any) -> Any:
+    """Transformers' own."""
+    name, fields = FAMILIES[family]
+    # It writes into the dictionaries that it is given.
+    return getattr(transformers, CONFIGURATIONS.get(name, f"{name}Config"))(**deepcopy(COMMON | fields | changes))
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
     """A random model of transformers' own, no two tensors alike."""
-    name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**COMMON | fields | changes)
+    name, _ = FAMILIES[family]
+    config = configuration(family, **changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for parameter in model.parameters():
