@@ -145,6 +145,12 @@ GGUF_BLOCK = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
+# Where there are norms after attention too, the norm before feed-forward has another name.
+GGUF_POST_NORMS = GGUF_BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -157,8 +163,12 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 def gguf_tensors(model: Any, *, interleaved: bool) -> dict[str, np.ndarray]:
     """A model's tensors under GGUF's names and in its order."""
     config, tensors = model.config, {}
+    gemma = config.model_type.startswith("gemma")
+    block_names = GGUF_POST_NORMS if gemma else GGUF_BLOCK
     for name, parameter in model.state_dict().items():
         value = parameter.float().numpy().copy()
+        if gemma and name.endswith("norm.weight"):
+            value = value + np.float32(1.0)
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if name.startswith("model.layers."):
@@ -174,7 +184,7 @@ def gguf_tensors(model: Any, *, interleaved: bool) -> dict[str, np.ndarray]:
             if interleaved and stem.endswith(("q_proj", "k_proj")):
                 is_query = stem.endswith("q_proj")
                 value = interleave(value, config.num_attention_heads if is_query else config.num_key_value_heads)
-            tensors[f"blk.{number}.{GGUF_BLOCK[stem]}.{kind}"] = value
+            tensors[f"blk.{number}.{block_names[stem]}.{kind}"] = value
         else:
             stem, kind = name.rsplit(".", 1)
             tensors[f"{GGUF_TOP[stem]}.{kind}"] = value
@@ -202,6 +212,18 @@ def gguf_metadata(model: Any, architecture: str) -> dict[str, Any]:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
+    if architecture.startswith("gemma"):
+        fields |= {"attention.sliding_window": config.sliding_window, "attention.value_length": head_dim}
+        fields |= {
+            name: getattr(config, name)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+            if getattr(config, name) is not None
+        }
+    if architecture == "gemma3":
+        everywhere = config.rope_parameters["full_attention"]
+        fields["rope.freq_base"] = everywhere["rope_theta"]
+        if everywhere["rope_type"] == "linear":
+            fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": everywhere["factor"]}
     return {f"{architecture}.{name}": value for name, value in fields.items()} | tiny_vocabulary()
 
 
