@@ -55,7 +55,8 @@ def check_interleaved_experts(mlp: ExpertsMLP, state: dict[str, torch.Tensor], t
     weight, bias = state.pop(f"{there}.experts.gate_up_proj"), state.pop(f"{there}.experts.gate_up_proj_bias")
     for ours, theirs in zip(mlp.gate_up.chunk(2, dim=1), (weight[..., ::2], weight[..., 1::2]), strict=True):
         assert torch.equal(ours, theirs.mT)
-    assert mlp.gate_up_bias is not None and mlp.down_bias is not None
+    assert mlp.gate_up_bias is not None
+    assert mlp.down_bias is not None
     for ours, theirs in zip(mlp.gate_up_bias.chunk(2, dim=1), (bias[:, ::2], bias[:, 1::2]), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(mlp.down, state.pop(f"{there}.experts.down_proj").mT)

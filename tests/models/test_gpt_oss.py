@@ -146,7 +146,8 @@ def broken(directory: Path, name: str, tensor: Tensor | None) -> str:
 
 def test_scales_that_do_not_belong_to_their_blocks_are_refused(tmp_path: Path) -> None:
     message = broken(tmp_path, "layers.1.mlp.experts.down_proj_scales", torch.zeros(4, 64, 2, dtype=torch.uint8))
-    assert "down_proj_scales [4, 64, 2]" in message and "down_proj_blocks [4, 64, 1, 16]" in message
+    assert "down_proj_scales [4, 64, 2]" in message
+    assert "down_proj_blocks [4, 64, 1, 16]" in message
 
 
 def test_blocks_without_scales_are_named(tmp_path: Path) -> None:

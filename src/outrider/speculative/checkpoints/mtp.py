@@ -70,6 +70,11 @@ def load_mtp(settings: DrafterSettings) -> Mtp:
             f"the target {target.name} is no directory of safetensors, and only these carry a module that predicts "
             "further tokens; choose another method"
         )
+    if target.spec.post_norms or target.spec.sinks:
+        raise ModelError(
+            f"modules that predict further tokens are not known for {target.spec.family} models such as {target.name}; "
+            "choose another method"
+        )
     config = ConfigReader(*read_config(target.path))
     files = TensorFiles(target.path)
     names = _names(config, files, len(target.spec.layers), target.name)
