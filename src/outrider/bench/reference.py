@@ -74,7 +74,8 @@ def _gemma3(model: LoadedModel) -> tuple[Any, Any, Any]:
 
 
 def _rope(rope: RopeSpec) -> dict[str, Any]:
-    return {"rope_type": ROPE_TYPES[rope.scaling], "rope_theta": rope.theta, "factor": rope.factor}
+    stretch = {} if rope.scaling is RopeScaling.NONE else {"factor": rope.factor}
+    return {"rope_type": ROPE_TYPES[rope.scaling], "rope_theta": rope.theta, **stretch}
 
 
 def _common(model: LoadedModel) -> dict[str, Any]:
