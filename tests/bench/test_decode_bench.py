@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.tiny import tiny_model, tiny_spec
+from tests.models.fakes import save
+from tests.models.fakes import tiny_model as reference_of
 
 from outrider.api.cli.engine_options import packaged_speculations
 from outrider.bench import decode
@@ -22,7 +25,7 @@ from outrider.engine.build import build_engine
 from outrider.errors import ConfigError
 from outrider.layers.torch_threads import torch_threads
 from outrider.models.chat import ChatTemplate
-from outrider.models.load import LoadedModel
+from outrider.models.load import LoadedModel, load_model
 from outrider.models.resolve import DEFAULT_MODEL
 
 pytest.importorskip("transformers")
@@ -115,6 +118,13 @@ def test_the_reference_shares_our_tensors() -> None:
     assert reference.model.embed_tokens.weight.data_ptr() == model.parameters.embedding.data_ptr()
     assert reference.model.layers[0].self_attn.q_proj.weight.data_ptr() == layer.qkv.weight.data_ptr()
     assert not any(parameter.is_meta for parameter in reference.parameters())
+
+
+def test_the_reference_of_a_model_with_windows_says_what_its_own_says(tmp_path: Path) -> None:
+    own = reference_of("gemma3, one in six")
+    reference = reference_model(load_model(str(save(own, tmp_path)), dtype=torch.float32))
+    tokens = torch.arange(100)[None] % 60
+    torch.testing.assert_close(reference(tokens).logits, own(tokens).logits)
 
 
 def test_models_that_are_no_plain_llama_are_measured_alone() -> None:

@@ -12,18 +12,19 @@ from tests.engine.lossless import assert_greedy_by_reference, reference_logits, 
 from tests.engine.tiny import tiny_engine
 from tests.models.fakes import FAMILIES, save
 from tests.models.fakes import tiny_model as reference_model
+from tests.models.test_gpt_oss import save_quantised
 
 from outrider.api.llm import LLM
-from outrider.models.load import load_model
+from outrider.models.load import LoadedModel, load_model
 from outrider.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def prompts() -> list[list[int]]:
-    """Up to four times as long as the window."""
+    """Up to ten times as long as the shortest window."""
     rng = random.Random(1)
-    return [[rng.randrange(60) for _ in range(length)] for length in (1, 5, 17, 40, 63)]
+    return [[rng.randrange(60) for _ in range(length)] for length in (1, 5, 17, 40, 85)]
 
 
 @pytest.mark.parametrize("ops", ["torch", "numba"])
@@ -47,6 +48,10 @@ def test_greedy_text_is_the_references(family: str, ops: str, tmp_path: Path) ->
 def test_log_probabilities_are_the_references(family: str, ops: str, tmp_path: Path) -> None:
     reference = reference_model(family)
     model = load_model(str(save(reference, tmp_path)), dtype=torch.float32)
+    assert_log_probabilities(model, reference, ops)
+
+
+def assert_log_probabilities(model: LoadedModel, reference: Any, ops: str) -> None:
     prompt = prompts()[-1]
     # In chunks of odd sizes, so that rows meet keys of earlier steps.
     engine = tiny_engine(model, ops=ops, max_model_len=128, max_num_batched_tokens=13, max_num_seqs=2)
@@ -58,3 +63,18 @@ def test_log_probabilities_are_the_references(family: str, ops: str, tmp_path: P
     torch.testing.assert_close(
         torch.tensor([entry.logprob for entry in found if entry is not None]), wanted, atol=2e-4, rtol=2e-4
     )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_moe"])
+def test_weights_of_16_bits_are_computed_with_in_32(family: str, tmp_path: Path) -> None:
+    """Experts and embeddings stay as they are stored; nothing is rounded but what was rounded in the file."""
+    stored = reference_model(family).bfloat16()
+    model = load_model(str(save(stored, tmp_path)), dtype=torch.float32, as_stored=True)
+    assert model.parameters.embedding.dtype == torch.bfloat16
+    assert_log_probabilities(model, type(stored).from_pretrained(tmp_path, dtype=torch.float32).eval(), "numba")
+
+
+def test_experts_quantised_as_mxfp4_are_those_of_the_reference(tmp_path: Path) -> None:
+    reference = save_quantised(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.float32, as_stored=True)
+    assert_log_probabilities(model, reference.float(), "numba")

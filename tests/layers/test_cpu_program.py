@@ -16,6 +16,7 @@ from outrider.layers.cpu_program import Step
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.packed import Packing
 from outrider.models.parameters import Linear
+from outrider.models.spec import Activation
 
 PAGES, PAGE_TOKENS = 40, 8
 
@@ -36,11 +37,16 @@ def decoder(ops: NumbaOps, **changes: object) -> Decoder:
     spec = tiny_spec(**changes)
     model = tiny_model(spec=spec)
     parameters = model.parameters
+    random = torch.Generator().manual_seed(1)
+    more = {}
     if spec.post_norms:
-        random = torch.Generator().manual_seed(1)
         names = ("attention_post_norm", "mlp_post_norm")
-        norms = {name: torch.rand(spec.hidden_size, generator=random) for name in names}
-        parameters = replace(parameters, layers=tuple(replace(layer, **norms) for layer in parameters.layers))
+        more |= {name: torch.rand(spec.hidden_size, generator=random) for name in names}
+    if spec.qk_norm:
+        more |= {name: torch.rand(spec.head_dim, generator=random) for name in ("q_norm", "k_norm")}
+    if spec.sinks:
+        more["sinks"] = torch.rand(spec.heads, generator=random)
+    parameters = replace(parameters, layers=tuple(replace(layer, **more) for layer in parameters.layers))
     return Decoder(spec, parameters, ops, max_position=PAGES * PAGE_TOKENS)
 
 
@@ -84,8 +90,19 @@ def steps(of: Decoder) -> list[torch.Tensor]:
     return seen + [each.keys for each in kv] + [each.values for each in kv]
 
 
+GEMMA = {"post_norms": True, "qk_norm": True, "activation": Activation.GELU_TANH, "embedding_scale": 5.5}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"windows": (6, None, 20)}, {"post_norms": True}], ids=["plain", "windows", "post norms"]
+    "changes",
+    [
+        {},
+        {"windows": (6, None, 20)},
+        {"post_norms": True},
+        {**GEMMA, "windows": (6, 6, None), "attention_softcap": 2.0, "query_scale": 0.2},
+        {"sinks": True, "windows": (6, None, 6), "activation": Activation.CLAMPED_SWIGLU},
+    ],
+    ids=["plain", "windows", "post norms", "as Gemma", "sinks"],
 )
 def test_recorded_steps_are_the_same_to_the_last_bit(changes: dict[str, object]) -> None:
     recorded, called = Calls(records=True), Calls(records=False)

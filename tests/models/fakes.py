@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,23 +45,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "sliding_window": 16,
             "head_dim": 8,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
         },
     ),
     "qwen2": ("Qwen2", {}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
     "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "head_dim": 16}),
     "qwen3_moe, some dense": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe, one dense": ("Qwen3Moe", {**MOE, "mlp_only_layers": [1]}),
+    "gemma2": ("Gemma2", GEMMA | {"num_hidden_layers": 4, "attn_logit_softcapping": 2.0}),
+    "gemma2, no caps": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
+    "gemma3, one in six": (
+        "Gemma3",
+        GEMMA
+        | {
+            "num_hidden_layers": 12,
+            "sliding_window": 16,
+            "final_logit_softcapping": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss, one expert": ("GptOss", GPT_OSS | {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
 }
+CONFIGURATIONS = {"Gemma3": "Gemma3TextConfig"}
+
+
+def configuration(family: str, **changes: Any) -> Any:
+    """Transformers' own."""
+    name, fields = FAMILIES[family]
+    # It writes into the dictionaries that it is given.
+    return getattr(transformers, CONFIGURATIONS.get(name, f"{name}Config"))(**deepcopy(COMMON | fields | changes))
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
     """A random model of transformers' own, no two tensors alike."""
-    name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**COMMON | fields | changes)
+    name, _ = FAMILIES[family]
+    config = configuration(family, **changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for parameter in model.parameters():
@@ -96,6 +145,12 @@ GGUF_BLOCK = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
+# Where there are norms after attention too, the norm before feed-forward has another name.
+GGUF_POST_NORMS = GGUF_BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -108,8 +163,12 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 def gguf_tensors(model: Any, *, interleaved: bool) -> dict[str, np.ndarray]:
     """A model's tensors under GGUF's names and in its order."""
     config, tensors = model.config, {}
+    gemma = config.model_type.startswith("gemma")
+    block_names = GGUF_POST_NORMS if gemma else GGUF_BLOCK
     for name, parameter in model.state_dict().items():
         value = parameter.float().numpy().copy()
+        if gemma and name.endswith("norm.weight"):
+            value = value + np.float32(1.0)
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if name.startswith("model.layers."):
@@ -125,7 +184,7 @@ def gguf_tensors(model: Any, *, interleaved: bool) -> dict[str, np.ndarray]:
             if interleaved and stem.endswith(("q_proj", "k_proj")):
                 is_query = stem.endswith("q_proj")
                 value = interleave(value, config.num_attention_heads if is_query else config.num_key_value_heads)
-            tensors[f"blk.{number}.{GGUF_BLOCK[stem]}.{kind}"] = value
+            tensors[f"blk.{number}.{block_names[stem]}.{kind}"] = value
         else:
             stem, kind = name.rsplit(".", 1)
             tensors[f"{GGUF_TOP[stem]}.{kind}"] = value
@@ -153,6 +212,18 @@ def gguf_metadata(model: Any, architecture: str) -> dict[str, Any]:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
+    if architecture.startswith("gemma"):
+        fields |= {"attention.sliding_window": config.sliding_window, "attention.value_length": head_dim}
+        fields |= {
+            name: getattr(config, name)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+            if getattr(config, name) is not None
+        }
+    if architecture == "gemma3":
+        everywhere = config.rope_parameters["full_attention"]
+        fields["rope.freq_base"] = everywhere["rope_theta"]
+        if everywhere["rope_type"] == "linear":
+            fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": everywhere["factor"]}
     return {f"{architecture}.{name}": value for name, value in fields.items()} | tiny_vocabulary()
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.models.fakes import FAMILIES, edit_json, save, tiny_model, tiny_tokenizer
 
 from outrider.errors import ModelError
+from outrider.layers.ops import TorchOps
 from outrider.models.load import load_model
-from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear
+from outrider.models.parameters import DecoderParameters, ExpertsMLP, LayerParameters, Linear
 from outrider.models.weights import load_parameters, open_checkpoint
 
 
@@ -25,9 +26,46 @@ def check_linear(found: Linear, state: dict[str, torch.Tensor], *names: str) -> 
         assert torch.equal(found.bias, torch.cat(biases))
 
 
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    """A model's tensors, with norms as they are used."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if model.config.model_type.startswith("gemma"):
+        return {name: 1.0 + value.float() if name.endswith("norm.weight") else value for name, value in state.items()}
+    return state
+
+
+def check_norms(layer: LayerParameters, state: dict[str, torch.Tensor], there: str) -> None:
+    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if layer.mlp_post_norm is not None:
+        names = {
+            "input_norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    if layer.q_norm is not None:
+        names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    for ours, theirs in names.items():
+        assert torch.equal(getattr(layer, ours), state.pop(f"{there}.{theirs}.weight"))
+
+
+def check_interleaved_experts(mlp: ExpertsMLP, state: dict[str, torch.Tensor], there: str) -> None:
+    """Columns for rows, gate and up in turns."""
+    check_linear(mlp.router, state, f"{there}.router")
+    weight, bias = state.pop(f"{there}.experts.gate_up_proj"), state.pop(f"{there}.experts.gate_up_proj_bias")
+    for ours, theirs in zip(mlp.gate_up.chunk(2, dim=1), (weight[..., ::2], weight[..., 1::2]), strict=True):
+        assert torch.equal(ours, theirs.mT)
+    assert mlp.gate_up_bias is not None
+    assert mlp.down_bias is not None
+    for ours, theirs in zip(mlp.gate_up_bias.chunk(2, dim=1), (bias[:, ::2], bias[:, 1::2]), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(mlp.down, state.pop(f"{there}.experts.down_proj").mT)
+    assert torch.equal(mlp.down_bias, state.pop(f"{there}.experts.down_proj_bias"))
+
+
 def check_parameters(found: DecoderParameters, model: Any) -> None:
     """Every tensor of the model is in its place, and none is left over."""
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = state_of(model)
     tied = model.config.tie_word_embeddings
     assert torch.equal(found.embedding, state["model.embed_tokens.weight"])
     assert (found.head.weight is found.embedding) == tied
@@ -37,14 +75,14 @@ def check_parameters(found: DecoderParameters, model: Any) -> None:
     assert len(found.layers) == model.config.num_hidden_layers
     for number, layer in enumerate(found.layers):
         there = f"model.layers.{number}"
-        assert torch.equal(layer.input_norm, state.pop(f"{there}.input_layernorm.weight"))
-        assert torch.equal(layer.mlp_norm, state.pop(f"{there}.post_attention_layernorm.weight"))
+        check_norms(layer, state, there)
         check_linear(layer.qkv, state, *(f"{there}.self_attn.{name}_proj" for name in "qkv"))
         check_linear(layer.out, state, f"{there}.self_attn.o_proj")
-        if layer.q_norm is not None and layer.k_norm is not None:
-            assert torch.equal(layer.q_norm, state.pop(f"{there}.self_attn.q_norm.weight"))
-            assert torch.equal(layer.k_norm, state.pop(f"{there}.self_attn.k_norm.weight"))
-        if isinstance(layer.mlp, ExpertsMLP):
+        if layer.sinks is not None:
+            assert torch.equal(layer.sinks, state.pop(f"{there}.self_attn.sinks"))
+        if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.gate_up_bias is not None:
+            check_interleaved_experts(layer.mlp, state, f"{there}.mlp")
+        elif isinstance(layer.mlp, ExpertsMLP):
             check_linear(layer.mlp.router, state, f"{there}.mlp.gate")
             assert torch.equal(layer.mlp.gate_up, state.pop(f"{there}.mlp.experts.gate_up_proj"))
             assert torch.equal(layer.mlp.down, state.pop(f"{there}.mlp.experts.down_proj"))
@@ -72,10 +110,24 @@ def test_shards_make_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_are_converted_to_the_dtype_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = tiny_model("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_weights_are_converted_to_the_dtype_asked_for(dtype: torch.dtype, family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
     loaded = load_model(str(save(model, tmp_path)), dtype=dtype)
     check_parameters(loaded.parameters, model.to(dtype))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_norms_that_are_rounded_after_multiplying_stay_wide(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family).bfloat16()
+    loaded = load_model(str(save(model, tmp_path)), dtype=torch.bfloat16).parameters
+    assert loaded.layers[0].qkv.weight.dtype == torch.bfloat16
+    norms = [loaded.final_norm, *(layer.mlp_norm for layer in loaded.layers)]
+    assert {norm.dtype for norm in norms} == {torch.float32}
+    x = torch.randn(3, 32).bfloat16()
+    ours = TorchOps().norm(x, loaded.final_norm, model.config.rms_norm_eps)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, model.model.norm(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -35,7 +35,11 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3, biases": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3, one in six": "gemma3",
 }
+# GGUF does not have it: it is the size of a head.
+UNSAID = {"gemma2": {"query_pre_attn_scalar": 16}, "gemma3, one in six": {"query_pre_attn_scalar": 16}}
 
 
 def save_gguf(path: Path, family: str, *, metadata: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Path]:
@@ -57,7 +61,7 @@ def test_every_tensor_is_in_its_place(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_description_is_that_of_the_hugging_face_configuration(family: str, tmp_path: Path) -> None:
     # GGUF has no word for it: llama.cpp always scales Qwen3's chosen experts to sum to 1.
-    changes = {"norm_topk_prob": True} if family == "qwen3_moe" else {}
+    changes = {"norm_topk_prob": True} if family == "qwen3_moe" else UNSAID.get(family, {})
     model, path = save_gguf(tmp_path / "tiny.gguf", family, **changes)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     assert open_checkpoint(path).spec() == recipe_for(config, "here").spec(config, "here")
@@ -306,6 +310,34 @@ def test_the_scaling_of_llama_3_is_recognised_by_its_table(factor: float, tmp_pa
 def test_windows_are_read(tmp_path: Path) -> None:
     _, path = save_gguf(tmp_path / "tiny.gguf", "qwen3_moe", metadata={"qwen3moe.attention.sliding_window": 16})
     assert [layer.window for layer in open_checkpoint(path).spec().layers] == [16] * 3
+
+
+def gemma3_windows(tmp_path: Path, **metadata: Any) -> list[int | None]:
+    fields = {f"gemma3.{name.replace('__', '.')}": value for name, value in metadata.items()}
+    _, path = save_gguf(tmp_path / "tiny.gguf", "gemma3, one in six", metadata=fields, num_hidden_layers=6)
+    return [layer.window for layer in open_checkpoint(path).spec().layers]
+
+
+def test_the_pattern_of_windows_is_read_where_a_file_has_it(tmp_path: Path) -> None:
+    assert gemma3_windows(tmp_path) == [16] * 5 + [None]
+    assert gemma3_windows(tmp_path, attention__sliding_window_pattern=3) == [16, 16, None] * 2
+    flags = [True, False, False, True, True, True]
+    assert gemma3_windows(tmp_path, attention__sliding_window_pattern=flags) == [16, None, None, 16, 16, 16]
+
+
+def test_bases_of_both_kinds_of_layer_are_read(tmp_path: Path) -> None:
+    base = {"gemma3.rope.freq_base": 5e5, "gemma3.rope.freq_base_swa": 2e4, "gemma3.rope.scaling.type": "none"}
+    _, path = save_gguf(tmp_path / "tiny.gguf", "gemma3, one in six", metadata=base)
+    layers = open_checkpoint(path).spec().layers
+    assert (layers[0].rope.theta, layers[5].rope.theta) == (2e4, 5e5)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3, one in six", 62)])
+def test_the_largest_gemma_scales_by_the_width_that_its_heads_share(family: str, layers: int, tmp_path: Path) -> None:
+    _, path = save_gguf(tmp_path / "tiny.gguf", family, num_hidden_layers=layers)
+    assert open_checkpoint(path).spec().score_scale == (32 / 4) ** -0.5
+    _, path = save_gguf(tmp_path / "tiny.gguf", family, num_hidden_layers=layers - 1)
+    assert open_checkpoint(path).spec().score_scale == 16**-0.5
 
 
 def test_numbers_of_metadata_are_the_decimals_they_were_written_as(tmp_path: Path) -> None:

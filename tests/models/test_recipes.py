@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.models.fakes import COMMON, FAMILIES, MOE
+from tests.models.fakes import COMMON, FAMILIES, MOE, configuration
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import ModelError
@@ -33,9 +33,9 @@ def windows(spec: DecoderSpec) -> list[int | None]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_those_of_transformers(family: str) -> None:
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**COMMON | fields)
+    config = configuration(family)
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     expected = [window if kind == "sliding_attention" else None for kind in types]
     if name == "Llama":
         expected = [None] * 3

@@ -227,6 +227,48 @@ def test_what_no_piece_covers_is_spelt_in_bytes() -> None:
     assert piece_tokenizer(add_space_prefix=False).decode(ids[1:2]) == " a"
 
 
+def gemma_tokenizer() -> Tokenizer:
+    """As Gemma's files have it: no space in front, runs of spaces and lines as symbols, <unk> among control tokens."""
+    tokens, scores, types = sentence_pieces()
+    symbols = ["  ", "   ", "\n", "\n\n", "<b>"]
+    return piece_tokenizer(
+        tokens=[*tokens, *symbols],
+        scores=[*scores, *[-1000.0] * len(symbols)],
+        token_type=[3, *types[1:], *[4] * len(symbols)],
+        bos_token_id=1,
+        eos_token_id=2,
+        unknown_token_id=0,
+        add_space_prefix=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", ["a"]),
+        (" a", ["▁a"]),
+        ("a  b", ["a", "▁▁", "b"]),
+        ("a    b", ["a", "▁▁▁", "▁b"]),
+        ("a\n\n\na", ["a", "\n\n", "\n", "a"]),
+        ("<b> a", ["<b>", "▁a"]),
+        ("\t", ["<0x09>"]),
+        ("<s>a</s>", ["<s>", "a", "</s>"]),
+        ("", []),
+    ],
+)
+def test_symbols_are_found_before_pieces_are_merged(text: str, expected: list[str]) -> None:
+    found = gemma_tokenizer()
+    ids = found.encode(text, add_special_tokens=False)
+    assert [found.token(number) for number in ids] == expected
+    assert found.encode(text) == [1, *ids]
+    assert found.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_written_out_mark_of_a_space_is_a_space() -> None:
+    assert gemma_tokenizer().encode("a ▁▁b") == gemma_tokenizer().encode("a   b")
+    assert len(gemma_tokenizer().encode("a ▁▁b")) == 4
+
+
 # --- tokenizer.json ---------------------------------------------------------------------------------
 
 

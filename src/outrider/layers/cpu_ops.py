@@ -109,9 +109,9 @@ class NumbaOps(Ops):
     def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
         if isinstance(embedding, PackedMatrix):
             x = self._gather(embedding, tokens)
-            return x if scale == 1.0 else x * scale
-        x = functional.embedding(tokens, embedding).float()
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=embedding.dtype).float()
+        else:
+            x = functional.embedding(tokens, embedding).float()
+        return x if scale == 1.0 else x * scale
 
     def _gather(self, matrix: PackedMatrix, numbers: Tensor) -> Tensor:
         assert self._program is None

@@ -125,6 +125,9 @@ class TorchOps(Ops):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if weight.dtype != x.dtype:
+            # A weight kept wide is multiplied before rounding.
+            return (weight * wide).to(x.dtype)
         return weight * wide.to(x.dtype)
 
     def project(self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.errors import ConfigError
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ops, Recorded
+from outrider.layers.ops import Ability, Ops, Recorded
 from outrider.layers.rope import rotary_table
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
 from outrider.models.spec import DecoderSpec, RopeSpec
@@ -34,6 +35,7 @@ class Hidden(NamedTuple):
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, parameters: DecoderParameters, ops: Ops, *, max_position: int) -> None:
+        _refuse_inability(spec, ops)
         self.spec = spec
         self.ops = ops
         self.parameters = ops.prepare(parameters)
@@ -123,3 +125,25 @@ class Decoder:
         ).float()
         cap = spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def needed_abilities(spec: DecoderSpec) -> dict[Ability, str]:
+    """What these layers ask of attention, and where that is said."""
+    needed = {Ability.CAUSAL: "causal attention"}
+    windows = sorted({layer.window for layer in spec.layers if layer.window is not None})
+    if windows:
+        needed[Ability.WINDOW] = f"sliding windows of {', '.join(map(str, windows))} tokens"
+    if spec.sinks:
+        needed[Ability.SINKS] = "attention sinks"
+    if spec.attention_softcap is not None:
+        needed[Ability.SOFTCAP] = f"attention scores capped at {spec.attention_softcap:g}"
+    return needed
+
+
+def _refuse_inability(spec: DecoderSpec, ops: Ops) -> None:
+    missing = [what for ability, what in needed_abilities(spec).items() if ability not in ops.abilities]
+    if missing:
+        raise ConfigError(
+            f"{spec.family} models need {' and '.join(missing)}, which the operations {ops.name!r} cannot do; "
+            "choose others: ops='torch' can"
+        )

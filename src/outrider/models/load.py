@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def load_model(
     `as_stored`: matrices that the file stores in fewer bits stay so in memory; whoever computes widens them."""
     resolved = resolve_model(name)
     checkpoint = open_checkpoint(resolved.path)
-    spec = checkpoint.spec()
+    spec = _rounded(checkpoint.spec(), dtype)
     text = _text_of(checkpoint)
     _refuse_foreign_tokenizer(text.tokenizer, spec)
     parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress, as_stored=as_stored)
@@ -67,6 +67,11 @@ def load_model(
         fingerprint=weights_fingerprint(resolved),
         path=resolved.path,
     )
+
+
+def _rounded(spec: DecoderSpec, dtype: torch.dtype) -> DecoderSpec:
+    """Models multiply embeddings by a scale rounded to what they compute in."""
+    return replace(spec, embedding_scale=torch.tensor(spec.embedding_scale, dtype=dtype).item())
 
 
 def _text_of(checkpoint: Checkpoint) -> ModelText:

@@ -8,12 +8,24 @@ from typing import Any
 from outrider.errors import ModelError
 from outrider.models.recipes.base import Recipe
 from outrider.models.recipes.config import ConfigReader
+from outrider.models.recipes.gemma import GEMMA2, GEMMA3, GEMMA3_BESIDE_IMAGES
+from outrider.models.recipes.gpt_oss import GPT_OSS
 from outrider.models.recipes.llama import LLAMA, MISTRAL
 from outrider.models.recipes.qwen2 import QWEN2
 from outrider.models.recipes.qwen3 import QWEN3
 from outrider.models.recipes.qwen3_moe import QWEN3_MOE
 
-RECIPES: tuple[Recipe, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
+RECIPES: tuple[Recipe, ...] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_BESIDE_IMAGES,
+    GPT_OSS,
+)
 
 
 def recipe_for(config: Mapping[str, Any], source: str) -> Recipe:

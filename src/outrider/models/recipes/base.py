@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import ConfigError, ModelError
 from outrider.models.recipes.config import ConfigReader
 from outrider.models.recipes.layout import Layout, decoder_layout
-from outrider.models.recipes.rope import rope_of
-from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
+from outrider.models.recipes.rope import FULL, SLIDING, rope_of
+from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
 
 # Far above any real model: a damaged file must not keep the loader busy.
 LAYERS_MAX = 10_000
@@ -28,6 +28,16 @@ class Recipe:
     """As in the `general.architecture` of a GGUF file."""
     gguf_interleaved_heads: bool = False
     """GGUF holds query and key rows in the order that rotates neighbours instead of halves."""
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    """What GGUF calls tensors of a layer, where it differs from what it calls those of Llama."""
+    gguf_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    """What a GGUF file leaves unsaid because it follows from the rest of its configuration."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Beginnings of stored tensor names, and what stands in their place here."""
+    other_parts: tuple[str, ...] = ()
+    """Beginnings of names of tensors that are no part of the decoder: those of a model that also sees."""
+    mxfp4: bool = False
+    """Checkpoints quantised so can be read."""
     read: Callable[[ConfigReader], DecoderSpec]
     layout: Callable[[DecoderSpec], Layout] = decoder_layout
 
@@ -67,17 +77,18 @@ def make_layers(
     window: Callable[[int], int | None] = lambda _: None,
     experts: Callable[[int], ExpertsSpec | None] = lambda _: None,
     theta: float = 10_000.0,
+    rope: Callable[[str], RopeSpec] | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Every layer, from what the family says about each by number."""
+    """Every layer, from what the family says about each by number; `rope`: about each kind of layer."""
     count = config.integer("num_hidden_layers")
     if not 1 <= count <= LAYERS_MAX:
         raise config.wrong("num_hidden_layers", f"between 1 and {LAYERS_MAX}")
     layers = []
     for number in range(count):
         reach = window(number)
-        kind = "full_attention" if reach is None else "sliding_attention"
-        rope = rope_of(config, layer_kind=kind, head_dim=head_dim, theta=theta)
-        layers.append(LayerSpec(window=reach, rope=rope, experts=experts(number)))
+        kind = FULL if reach is None else SLIDING
+        turn = rope(kind) if rope is not None else rope_of(config, layer_kind=kind, head_dim=head_dim, theta=theta)
+        layers.append(LayerSpec(window=reach, rope=turn, experts=experts(number)))
     return tuple(layers)
 
 
@@ -91,19 +102,26 @@ def windows_by_layer_type(
         return lambda number: window if window is not None and default(number) else None
     if len(types) != count:
         raise ModelError(f"{config.source}: {len(types)} layer_types for {count} layers")
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
         raise ModelError(
-            f"{config.source}: layers of type {', '.join(unknown)} are not supported; "
-            "supported: full_attention, sliding_attention"
+            f"{config.source}: layers of type {', '.join(unknown)} are not supported; supported: {FULL}, {SLIDING}"
         )
-    if "sliding_attention" in types and window is None:
-        raise ModelError(f"{config.source}: layer_types has sliding_attention, but no sliding_window is in use")
-    return lambda number: window if types[number] == "sliding_attention" else None
+    if SLIDING in types and window is None:
+        raise ModelError(f"{config.source}: layer_types has {SLIDING}, but no sliding_window is in use")
+    return lambda number: window if types[number] == SLIDING else None
 
 
-def optional_window(config: ConfigReader) -> int | None:
+def optional_window(config: ConfigReader, default: int = 4096) -> int | None:
     """The window, were it in use. Here null means none, and a missing field what Hugging Face takes it for."""
     if "sliding_window" in config.fields and not config.has("sliding_window"):
         return None
-    return config.integer("sliding_window", 4096)
+    return config.integer("sliding_window", default)
+
+
+def periodic_windows(config: ConfigReader, *, window: int | None, period: int) -> Callable[[int], int | None]:
+    """As `layer_types` has it; where it is missing, the last layer of each period reads everything."""
+    types = config.text_list("layer_types")
+    if types is None and window is None and period > 1:
+        raise config.wrong("sliding_window", "a whole number: most layers of this model have a window")
+    return windows_by_layer_type(config, window, default=lambda number: (number + 1) % period != 0)

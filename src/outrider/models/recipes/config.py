@@ -33,6 +33,12 @@ class ConfigReader:
             raise self.wrong(name, "a number")
         return float(value)
 
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """Where null means none, and a missing field the default."""
+        if name not in self.fields:
+            return default
+        return None if self.fields[name] is None else self.number(name)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):
@@ -56,16 +62,28 @@ class ConfigReader:
     def has(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
-    def activation(self) -> Activation:
-        name = self.fields.get("hidden_act") or "silu"
-        if name not in ACTIVATIONS:
+    def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
+        value = self.fields.get(name) or default
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise ModelError(
-                f"{self.source}: hidden_act {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}"
+                f"{self.source}: {name} {value!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}"
             )
-        return ACTIVATIONS[name]
+        return ACTIVATIONS[value]
 
     def inner(self, name: str, fields: Mapping[str, Any]) -> ConfigReader:
         return ConfigReader(fields, f"{self.source}: {name}")
+
+    def section(self, name: str) -> ConfigReader:
+        """A configuration inside this one; an empty one where it is missing."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(name, "a dictionary")
+        return self.inner(name, value or {})
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """What a family means where the configuration says nothing."""
+        silent = {name: value for name, value in defaults.items() if not self.has(name)}
+        return ConfigReader({**self.fields, **silent}, self.source)
 
     def wrong(self, name: str, wanted: str) -> ModelError:
         return ModelError(f"{self.source}: {name} must be {wanted}, got {self.fields.get(name)!r}")

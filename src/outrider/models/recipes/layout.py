@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
 
 Shape = tuple[int, ...]
+Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,12 @@ class Part:
 
     name: str
     shape: Shape
-    where: tuple[int | slice, ...] = ()
+    where: Index = ()
     """An index into the destination; () is all of it."""
+    transposed: bool = False
+    """Its last two dimensions have changed places."""
+    take: Index = ()
+    """An index into the tensor, once its dimensions are in order; () is all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,21 @@ class Assembly:
 
     shape: Shape
     choices: tuple[tuple[Part, ...], ...]
+    plus: float = 0.0
+    """What the family adds to it wherever it is used."""
+    wide: bool = False
+    """Stays in float32 whatever the rest is in: the family rounds after it has multiplied by it, not before."""
 
 
 Layout = dict[str, Assembly]
+
+
+# Where there are norms after attention too, the name that others give to the norm before feed-forward is theirs.
+POST_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 def whole(name: str, shape: Shape) -> Assembly:
@@ -70,7 +87,8 @@ def decoder_layout(spec: DecoderSpec) -> Layout:
 def layer_layout(spec: DecoderSpec, layer: LayerSpec, here: str, there: str, *, input_size: int = 0) -> Layout:
     """One layer. `input_size`: what queries, keys and values are made from; 0 is the hidden size."""
     layout = _attention(spec, here, there, input_size or spec.hidden_size)
-    layout[f"{here}.mlp_norm"] = whole(f"{there}.post_attention_layernorm.weight", (spec.hidden_size,))
+    names = POST_NORMS if spec.post_norms else {"mlp_norm": "post_attention_layernorm"}
+    layout |= {f"{here}.{ours}": whole(f"{there}.{name}.weight", (spec.hidden_size,)) for ours, name in names.items()}
     if layer.experts is None:
         return layout | _dense(spec, f"{here}.mlp", f"{there}.mlp")
     return layout | _experts(spec, layer.experts, f"{here}.mlp", f"{there}.mlp")
@@ -88,6 +106,8 @@ def _attention(spec: DecoderSpec, here: str, there: str, input_size: int) -> Lay
     if spec.qk_norm:
         layout[f"{here}.q_norm"] = whole(f"{there}.self_attn.q_norm.weight", (spec.head_dim,))
         layout[f"{here}.k_norm"] = whole(f"{there}.self_attn.k_norm.weight", (spec.head_dim,))
+    if spec.sinks:
+        layout[f"{here}.sinks"] = whole(f"{there}.self_attn.sinks", (spec.heads,))
     return layout
 
 

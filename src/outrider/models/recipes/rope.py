@@ -21,7 +21,7 @@ KINDS = {
     "llama3": RopeScaling.LLAMA3,
     "yarn": RopeScaling.YARN,
 }
-LAYER_KINDS = ("full_attention", "sliding_attention")
+FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def rope_of(config: ConfigReader, *, layer_kind: str, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
@@ -31,6 +31,11 @@ def rope_of(config: ConfigReader, *, layer_kind: str, head_dim: int, theta: floa
     for name in ("rope_theta", "partial_rotary_factor"):
         if fields.get(name) is None and config.has(name):
             fields[name] = config.fields[name]
+    return rope_from(config, fields, head_dim=head_dim, theta=theta)
+
+
+def rope_from(config: ConfigReader, fields: Mapping[str, Any], *, head_dim: int, theta: float) -> RopeSpec:
+    """From parameters that are known to be those of a layer."""
     reader = config.inner("rope parameters", fields)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in KINDS:

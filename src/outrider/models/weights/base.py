@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ class TensorSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
-    def copy_into(self, name: str, destination: Tensor) -> None: ...
+    def copy_into(self, part: Part, destination: Tensor) -> None: ...
 
     def stored_name(self, name: str) -> str: ...
 
@@ -63,19 +63,22 @@ class Checkpoint(ABC):
     """The file that `config` came from, for messages."""
     recipe: Recipe
     tensors: Mapping[str, StoredTensor]
+    complete_norms: bool = False
+    """Norms have been stored with what their family adds to them."""
 
     @abstractmethod
-    def copy_into(self, name: str, destination: Tensor) -> None:
-        """Write a tensor, in the destination's dtype, into a destination of its shape on any device. A destination
-        of bytes takes its packed rows."""
+    def copy_into(self, part: Part, destination: Tensor) -> None:
+        """Write what the part takes of a tensor, in the destination's dtype, into a destination of its shape on any
+        device. A destination of bytes takes its packed rows."""
 
     def stored_name(self, name: str) -> str:
         """What the file itself calls a tensor, for messages."""
         return name
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        destination = torch.empty(self.tensors[name].shape, dtype=dtype)
-        self.copy_into(name, destination)
+        shape = self.tensors[name].shape
+        destination = torch.empty(shape, dtype=dtype)
+        self.copy_into(Part(name, shape), destination)
         return destination
 
     def spec(self) -> DecoderSpec:
@@ -95,16 +98,18 @@ def load_parameters(
 
     `as_stored`: matrices that the checkpoint stores in fewer bits stay so, to be widened where they are used."""
     layout = checkpoint.recipe.layout(spec)
+    if checkpoint.complete_norms:
+        layout = {path: replace(assembly, plus=0.0) for path, assembly in layout.items()}
     forms = stored_forms(checkpoint, layout) if as_stored else {}
-    if spec.embedding_scale != 1.0 and not isinstance(forms.get("embedding"), Packing):
-        # The scale is rounded as the embedding is, which must be as the model computes.
-        forms.pop("embedding", None)
     modules = checkpoint.config.get("num_nextn_predict_layers")
     filled = fill(
         checkpoint,
         layout,
         what=f"a {spec.family} model",
-        harmless=lambda name: _harmless(name, spec, modules if isinstance(modules, int) else 0),
+        harmless=lambda name: (
+            name.startswith(checkpoint.recipe.other_parts)
+            or _harmless(name, spec, modules if isinstance(modules, int) else 0)
+        ),
         dtype=dtype,
         device=device,
         progress=progress,
@@ -134,17 +139,28 @@ def fill(
     total_bytes = sum(found[part.name].stored_bytes for parts in plan.values() for part in parts)
     done_bytes = 0
     filled: dict[str, Tensor] = {}
-    kinds = {path: _kind_in_memory(assembly.shape, forms.get(path, dtype)) for path, assembly in layout.items()}
+    kinds = {
+        path: _kind_in_memory(assembly.shape, torch.float32 if assembly.wide else forms.get(path, dtype))
+        for path, assembly in layout.items()
+    }
     size = sum(prod(shape) * kind.itemsize for shape, kind in kinds.values())
     memory = WeightMemory(size, len(layout), torch.device(device))
     for path, parts in plan.items():
         destination = filled[path] = memory.empty(*kinds[path])
         for part in parts:
-            source.copy_into(part.name, destination[part.where] if part.where else destination)
+            source.copy_into(part, destination[part.where] if part.where else destination)
             done_bytes += found[part.name].stored_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
+        if layout[path].plus:
+            destination += layout[path].plus
     return filled
+
+
+def taken(tensor: Tensor, part: Part) -> Tensor:
+    """What a part takes of its tensor: a view."""
+    ordered = tensor.transpose(-1, -2) if part.transposed else tensor
+    return ordered[part.take] if part.take else ordered
 
 
 def _kind_in_memory(shape: Shape, form: Form) -> tuple[Shape, torch.dtype]:
@@ -161,7 +177,9 @@ def stored_forms(source: TensorSource, layout: Layout) -> dict[str, Form]:
         parts = _choose(assembly.choices, source.tensors)
         forms = {source.tensors[part.name].form if part.name in source.tensors else None for part in parts}
         form = forms.pop()
-        if form is not None and not forms and len(assembly.shape) == 2:
+        # Packed rows make up one matrix; numbers of 16 bits may be those of many experts.
+        dimensions_max = 2 if isinstance(form, Packing) else 3
+        if form is not None and not forms and 2 <= len(assembly.shape) <= dimensions_max:
             found[path] = form
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.models.recipes import recipe_for_gguf
+from outrider.models.recipes.layout import Part
 from outrider.models.weights.base import Checkpoint, Form, StoredTensor
 from outrider.models.weights.gguf_config import config_from_metadata
 from outrider.models.weights.gguf_file import Bytes, GGUFFile, GGUFTensor, read_gguf
@@ -66,6 +67,8 @@ CHUNK_ELEMENTS = 1 << 15
 
 
 class GGUFCheckpoint(Checkpoint):
+    complete_norms = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_source = str(path)
@@ -75,16 +78,22 @@ class GGUFCheckpoint(Checkpoint):
         self.recipe = recipe_for_gguf(metadata.get("general.architecture"), str(path))
         _refuse_quantisation(self.file)
         self.config = config_from_metadata(self.file)
-        self._stored_names = {hf_name(name): name for name in self.file.tensors if name not in ROPE_TABLES}
+        self.config |= self.recipe.gguf_fields(self.config)
+        self._block_names = {**BLOCK_NAMES, **self.recipe.gguf_names}
+        self._stored_names = {
+            hf_name(name, self._block_names): name for name in self.file.tensors if name not in ROPE_TABLES
+        }
         self.tensors: Mapping[str, StoredTensor] = {
             name: StoredTensor(tensor.shape, tensor.stop - tensor.start, FORMS.get(tensor.kind))
             for name, tensor in ((name, self.file.tensors[stored]) for name, stored in self._stored_names.items())
         }
 
     def stored_name(self, name: str) -> str:
-        return self._stored_names.get(name) or gguf_name(name)
+        return self._stored_names.get(name) or gguf_name(name, self._block_names)
 
-    def copy_into(self, name: str, destination: Tensor) -> None:
+    def copy_into(self, part: Part, destination: Tensor) -> None:
+        assert not part.transposed and not part.take, "GGUF stores tensors as they are used"
+        name = part.name
         if destination.device.type != "cpu":
             # In one piece: many small copies to a device take longer than one tensor takes room.
             destination.copy_(self.tensor(name, destination.dtype))
@@ -133,7 +142,7 @@ def _dequantise_rows(rows: Bytes, tensor: GGUFTensor, destination: Tensor) -> No
         target.copy_(torch.from_numpy(values).view(target.shape))
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, block_names: Mapping[str, str] = BLOCK_NAMES) -> str:
     """Hugging Face's name of a GGUF tensor; a name that is not known stays as it is."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
@@ -143,22 +152,22 @@ def hf_name(name: str) -> str:
         return f"{TOP_NAMES[stem]}.{kind}" if stem in TOP_NAMES else name
     if stem in EXPERT_NAMES and kind == "weight":
         return f"model.layers.{block}.{EXPERT_NAMES[stem]}"
-    return f"model.layers.{block}.{BLOCK_NAMES[stem]}.{kind}" if stem in BLOCK_NAMES else name
+    return f"model.layers.{block}.{block_names[stem]}.{kind}" if stem in block_names else name
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, block_names: Mapping[str, str] = BLOCK_NAMES) -> str:
     """The other way round, for messages about tensors that a file does not have."""
-    for ours, theirs in _known_names():
+    for ours, theirs in _known_names(block_names):
         match = re.fullmatch(theirs.replace(".", r"\.").replace("#", r"(\d+)"), name)
         if match is not None:
             return ours.replace("#", match[1]) if match.groups() else ours
     return name
 
 
-def _known_names() -> Iterator[tuple[str, str]]:
+def _known_names(block_names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for kind in ("weight", "bias"):
         yield from ((f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in TOP_NAMES.items())
-        yield from ((f"blk.#.{ours}.{kind}", f"model.layers.#.{theirs}.{kind}") for ours, theirs in BLOCK_NAMES.items())
+        yield from ((f"blk.#.{ours}.{kind}", f"model.layers.#.{theirs}.{kind}") for ours, theirs in block_names.items())
     yield from ((f"blk.#.{ours}.weight", f"model.layers.#.{theirs}") for ours, theirs in EXPERT_NAMES.items())
 
 

@@ -27,6 +27,9 @@ OPTIONAL = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "attention.sliding_window": "sliding_window",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 # Llama 3's scaling is stored as the table that these numbers give; the file does not have the numbers.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -55,7 +58,15 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     for token in ("bos", "eos"):
         config[f"{token}_token_id"] = file.metadata.get(f"tokenizer.ggml.{token}_token_id")
+    config |= _pattern(file.metadata.get(f"{architecture}.attention.sliding_window_pattern"))
     return config | _rope(file, architecture, config)
+
+
+def _pattern(value: Any) -> dict[str, Any]:
+    """Which layers have a window: a period, or a flag for each layer."""
+    if isinstance(value, list):
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in value]}
+    return {} if value is None else {"sliding_window_pattern": value}
 
 
 def _uniform(file: GGUFFile, key: str, value: Any) -> Any:

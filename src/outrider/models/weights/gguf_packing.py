@@ -20,11 +20,20 @@ PACKINGS = {
 }
 STORED_BLOCK_BYTES = {Kind.Q4_0: 18, Kind.Q4_1: 20, Kind.Q4_K: 144, Kind.Q5_0: 22, Kind.Q8_0: 34}
 
+# An embedding may take most of the memory: its copies must not.
+CHUNK_BYTES = 1 << 22
+
 Floats = npt.NDArray[np.float32]
 
 
 def pack_rows(rows: Bytes, kind: Kind, destination: Tensor) -> None:
     """Rows of stored blocks to rows of packed ones. What a number stands for stays the same to the last bit."""
+    step = max(1, CHUNK_BYTES // rows.shape[1])
+    for start in range(0, len(rows), step):
+        _pack_chunk(rows[start : start + step], kind, destination[start : start + step])
+
+
+def _pack_chunk(rows: Bytes, kind: Kind, destination: Tensor) -> None:
     stored = rows.reshape(-1, STORED_BLOCK_BYTES[kind])
     packing = PACKINGS[kind]
     if packing is Packing.EIGHT_BITS:

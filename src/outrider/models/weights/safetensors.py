@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.models.recipes import recipe_for
-from outrider.models.weights.base import Checkpoint, StoredTensor
+from outrider.models.recipes.layout import Part
+from outrider.models.weights import mxfp4
+from outrider.models.weights.base import Checkpoint, StoredTensor, taken
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 FORMS = {"F16": torch.float16, "BF16": torch.bfloat16}
 INTEGER_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
+BLOCK_BYTES = {"U8": 1}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,9 +41,9 @@ def read_json(path: Path) -> dict[str, Any]:
 class TensorFiles:
     """The safetensors of a directory, whole or in shards. Only headers are read until a tensor is asked for."""
 
-    def __init__(self, directory: Path, *, integers: bool = False) -> None:
-        """`integers`: tables of token ids are expected beside weights."""
-        element_bytes = ELEMENT_BYTES | INTEGER_BYTES if integers else ELEMENT_BYTES
+    def __init__(self, directory: Path, *, integers: bool = False, blocks: bool = False) -> None:
+        """Expected beside weights: `integers`, tables of token ids; `blocks`, bytes of quantised ones."""
+        element_bytes = ELEMENT_BYTES | (INTEGER_BYTES if integers else {}) | (BLOCK_BYTES if blocks else {})
         self._files = {name: _open(directory / name) for name in _shards(directory)}
         self._file_of: dict[str, str] = {}
         tensors: dict[str, StoredTensor] = {}
@@ -60,23 +64,55 @@ class TensorFiles:
 class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         self.path = directory
-        self.config, self.config_source = read_config(directory)
+        self.config, self.config_source = _read_config(directory)
         self.recipe = recipe_for(self.config, self.config_source)
-        self._files = TensorFiles(directory)
-        self.tensors = self._files.tensors
+        quantised = _quantisation(self.config) if self.recipe.mxfp4 else None
+        if quantised != mxfp4.METHOD:
+            _refuse_quantised(self.config, self.config_source)
+        self._files = TensorFiles(directory, blocks=quantised is not None)
+        tensors: Mapping[str, StoredTensor] = self._files.tensors
+        self._pairs: Mapping[str, mxfp4.BlockPair] = {}
+        if quantised is not None:
+            tensors, self._pairs = mxfp4.paired(tensors, str(directory))
+        self._stored = {self._our_name(name): name for name in tensors}
+        if len(self._stored) != len(tensors):
+            raise ModelError(f"{directory} has some tensors twice, with and without a prefix; is it a complete model?")
+        self.tensors = {name: tensors[stored] for name, stored in self._stored.items()}
 
-    def copy_into(self, name: str, destination: Tensor) -> None:
-        destination.copy_(self._files.mapped(name))
+    def _our_name(self, stored: str) -> str:
+        for theirs, ours in self.recipe.prefixes:
+            if stored.startswith(theirs):
+                return ours + stored.removeprefix(theirs)
+        return stored
+
+    def stored_name(self, name: str) -> str:
+        return self._stored.get(name, name)
+
+    def copy_into(self, part: Part, destination: Tensor) -> None:
+        stored = self._stored[part.name]
+        pair = self._pairs.get(stored)
+        if pair is None:
+            destination.copy_(taken(self._files.mapped(stored), part))
+            return
+        blocks, scales = self._files.mapped(pair.blocks), self._files.mapped(pair.scales)
+        assert part.take[:1] in ((), (slice(None),)), "experts are read one by one"
+        of_one = replace(part, take=part.take[1:])
+        for number, place in enumerate(destination):
+            place.copy_(taken(mxfp4.dequantise(blocks[number], scales[number]).T, of_one))
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], str]:
-    """config.json, and what to call it in messages."""
+    """config.json of a directory whose weights are not quantised, and what to call it in messages."""
+    config, source = _read_config(directory)
+    _refuse_quantised(config, source)
+    return config, source
+
+
+def _read_config(directory: Path) -> tuple[dict[str, Any], str]:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{path} is missing; a model directory needs it beside its weights")
-    config = read_json(path)
-    _refuse_quantised(config, str(path))
-    return config, str(path)
+    return read_json(path), str(path)
 
 
 def _shards(directory: Path) -> list[str]:
@@ -117,11 +153,17 @@ def _stored(name: str, piece: Any, path: Path, element_bytes: Mapping[str, int])
     return StoredTensor(shape, elements * element_bytes[kind], FORMS.get(kind))
 
 
-def _refuse_quantised(config: Mapping[str, Any], source: str) -> None:
+def _quantisation(config: Mapping[str, Any]) -> str | None:
     settings = config.get("quantization_config")
     if not settings:
+        return None
+    return str(settings.get("quant_method", "unnamed")) if isinstance(settings, Mapping) else "unnamed"
+
+
+def _refuse_quantised(config: Mapping[str, Any], source: str) -> None:
+    method = _quantisation(config)
+    if method is None:
         return
-    method = settings.get("quant_method", "unnamed") if isinstance(settings, Mapping) else "unnamed"
     raise ModelError(
         f"{source}: weights quantised with {method!r} are not supported in safetensors; "
         "use the unquantised model, or a GGUF file of it"

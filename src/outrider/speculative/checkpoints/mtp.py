@@ -17,8 +17,8 @@ from torch import Tensor
 from outrider.errors import ModelError
 from outrider.models.parameters import DecoderParameters, Linear
 from outrider.models.recipes.config import ConfigReader
-from outrider.models.recipes.layout import Layout, layer_layout, whole
-from outrider.models.weights.base import StoredTensor, fill, layers_from, rotary_buffer
+from outrider.models.recipes.layout import Layout, Part, layer_layout, whole
+from outrider.models.weights.base import StoredTensor, fill, layers_from, rotary_buffer, taken
 from outrider.models.weights.safetensors import TensorFiles, read_config
 from outrider.speculative.checkpoints import fit
 from outrider.speculative.drafters.ahead import AheadNetwork, JoinedEntrance
@@ -55,8 +55,8 @@ class ModuleFiles:
             name: about for name, about in files.tensors.items() if name.startswith(prefix)
         }
 
-    def copy_into(self, name: str, destination: Tensor) -> None:
-        destination.copy_(self._files.mapped(name))
+    def copy_into(self, part: Part, destination: Tensor) -> None:
+        destination.copy_(taken(self._files.mapped(part.name), part))
 
     def stored_name(self, name: str) -> str:
         return name
@@ -69,6 +69,11 @@ def load_mtp(settings: DrafterSettings) -> Mtp:
         raise ModelError(
             f"the target {target.name} is no directory of safetensors, and only these carry a module that predicts "
             "further tokens; choose another method"
+        )
+    if target.spec.post_norms or target.spec.sinks:
+        raise ModelError(
+            f"modules that predict further tokens are not known for {target.spec.family} models such as {target.name}; "
+            "choose another method"
         )
     config = ConfigReader(*read_config(target.path))
     files = TensorFiles(target.path)

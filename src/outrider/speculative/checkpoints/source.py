@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outrider.errors import ModelError
 from outrider.models.recipes.config import ConfigReader
-from outrider.models.recipes.layout import Layout
+from outrider.models.recipes.layout import Layout, Part
 from outrider.models.resolve import ModelKind, resolve_model, weights_fingerprint
-from outrider.models.weights.base import StoredTensor, fill, rotary_buffer, stored_forms
+from outrider.models.weights.base import StoredTensor, fill, rotary_buffer, stored_forms, taken
 from outrider.models.weights.safetensors import TensorFiles, read_config
 from outrider.speculative.settings import DrafterSettings
 
@@ -63,8 +63,8 @@ class DrafterFiles:
     def stored_name(self, name: str) -> str:
         return self._stored.get(name, name)
 
-    def copy_into(self, name: str, destination: Tensor) -> None:
-        destination.copy_(self._files.mapped(self._stored[name]))
+    def copy_into(self, part: Part, destination: Tensor) -> None:
+        destination.copy_(taken(self._files.mapped(self._stored[part.name]), part))
 
     def table(self, name: str) -> Tensor:
         """A tensor as it is stored."""

@@ -166,7 +166,10 @@ class OneLayerAhead(Drafter):
         x, residual = self._enter(rows, features)
         qkv = ops.project(x, layer.qkv)
         attended = ops.attend(qkv, decoder.attention[0], self._services.kv[0], rows.groups[0])
-        return decoder.feed_forward(0, layer, ops.project_add(attended, layer.out, residual))
+        x = ops.project_add(
+            attended, layer.out, residual, post_norm=layer.attention_post_norm, eps=decoder.spec.norm_eps
+        )
+        return decoder.feed_forward(0, layer, x)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         decoder, network = self._decoder, self._network
