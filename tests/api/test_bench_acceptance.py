@@ -95,12 +95,12 @@ def test_a_broken_file_is_refused_before_a_model_is_loaded(outrider: Outrider, t
 
 def test_the_drafter_comes_from_options_and_json_together() -> None:
     assert speculation_of(None, method="dflash", drafter="here", k=None) == SpeculativeConfig(
-        method="dflash", model="here", num_speculative_tokens=7
+        method="dflash", model="here", num_speculative_tokens=7, draft_vocab_size=0
     )
     assert speculation_of({"prompt_lookup_max": 6}, method="ngram", drafter=None, k=2) == SpeculativeConfig(
-        method="ngram", prompt_lookup_max=6, num_speculative_tokens=2
+        method="ngram", prompt_lookup_max=6, num_speculative_tokens=2, draft_vocab_size=0
     )
-    given = {"method": "eagle3", "model": "here", "num_speculative_tokens": 3}
+    given = {"method": "eagle3", "model": "here", "num_speculative_tokens": 3, "draft_vocab_size": 9}
     assert speculation_of(given, method="eagle3", drafter="here", k=3) == SpeculativeConfig(**given)
     assert [
         speculation_of(None, method=name, drafter=None, k=None).num_speculative_tokens
