@@ -184,7 +184,8 @@ def test_a_fully_cached_prompt_recomputes_one_token_at_every_aligned_length(wind
             hit = watch.hits[going_on.id]
             assert hit.tap_rows == reach
             for run in hit.draft:
-                assert run.end == length - reach and not run.empty
+                assert run.end == length - reach
+                assert not run.empty
 
 
 @pytest.mark.parametrize("retention", POLICIES)

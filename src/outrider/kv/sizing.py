@@ -7,7 +7,7 @@ from bisect import bisect_right
 from outrider.errors import AdmissionError
 from outrider.kv.intervals import page_count
 from outrider.kv.layout import KVConfig, KVLayout
-from outrider.kv.retention import most_behind
+from outrider.kv.retention import keeps_ends, most_behind
 
 
 def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: int, *, draft: bool) -> list[int]:
@@ -39,6 +39,18 @@ def resident_pages(layout: KVLayout, config: KVConfig, length: int) -> list[int]
         page_count(spec.kind.resident_tokens(length, config.step_tokens, behind), spec.page_tokens)
         for spec in layout.target
     ]
+
+
+def decoding_pages(layout: KVLayout, config: KVConfig, length: int, k: int) -> list[int]:
+    """Per group: most pages that a sequence of this length holds while it decodes, k drafts a step."""
+    footprint, ahead = layout.footprint, config.steps_ahead * (1 + k)
+    behind = most_behind(layout, config.retention) if keeps_ends(layout, config.retention) else 0
+    held = []
+    for g, spec in enumerate(layout.groups):
+        extra = footprint.scratch_ahead(k) + footprint.durable_lead if g >= layout.num_target else 0
+        resident = spec.kind.resident_tokens(length + extra, ahead + extra, behind)
+        held.append(min(page_count(length + extra, spec.page_tokens), page_count(resident, spec.page_tokens) + 1))
+    return held
 
 
 class Sizing:
