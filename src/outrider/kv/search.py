@@ -26,6 +26,8 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
+LONGEST_STRETCH = 256
+"""Pages that are passed over at once where nothing is known."""
 
 
 class GroupView:
@@ -143,8 +145,9 @@ class GroupView:
         """
         keys, index, bases = self._chain.keys, self._index, self._chain.bases
         tokens, size, reach, step = self._tokens, self.page_tokens, self.reach, self._step
+        stretch = RUN_BLOCKS
         while page >= 0:
-            first = page // RUN_BLOCKS * RUN_BLOCKS
+            first = max(0, page + 1 - stretch)
             last_known = min(page + 1, (len(tokens) - reach) // size)
             nothing = (
                 not self._tiers
@@ -155,7 +158,7 @@ class GroupView:
                 for candidate in range(page, first - 1, -1):
                     if self.find(candidate).slots:
                         return candidate
-            page = first - 1
+            page, stretch = first - 1, min(2 * stretch, LONGEST_STRETCH)
         return -1
 
     def prefix_end(self, limit: int) -> int:
