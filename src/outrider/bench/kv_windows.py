@@ -251,9 +251,9 @@ class WindowReport:
             base = self.prompts[self.against[name] or name]
             for field in LongPrompt.__dataclass_fields__:
                 row[field] = median(getattr(run, field) for run in runs)
-                # Neighbours in time: the machine is in one mood for both.
-                row[f"{field}_ratio"] = median(
-                    getattr(run, field) / getattr(other, field) for run, other in zip(runs, base, strict=True)
+                # Both at their best: whatever else the machine does can only add.
+                row[f"{field}_ratio"] = min(getattr(run, field) for run in runs) / min(
+                    getattr(run, field) for run in base
                 )
             rows.append(row)
         return {
