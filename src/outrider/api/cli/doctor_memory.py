@@ -55,7 +55,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _groups(report: MemoryReport) -> Table:
-    table = _table("groups", "group", "layers", "read", "per token", "page, tokens", "page, bytes", "arena")
+    table = _table("groups", "group", "layers", "read", "per\ntoken", "page,\ntokens", "page,\nbytes", "arena")
     for group in report.groups:
         table.add_row(
             group.name,
@@ -71,7 +71,7 @@ def _groups(report: MemoryReport) -> Table:
 
 def _per_request(report: MemoryReport) -> Table:
     title = f"a request of {report.max_model_len:,} tokens"
-    table = _table(title, "group", "pages while it decodes", "bytes", "cached afterwards")
+    table = _table(title, "group", "pages while\nit decodes", "bytes", "cached\nafterwards")
     for group in report.groups:
         table.add_row(
             group.name,
@@ -83,7 +83,7 @@ def _per_request(report: MemoryReport) -> Table:
 
 
 def _arenas(report: MemoryReport) -> Table:
-    table = _table("arenas", "arena", "page, bytes", "pages", "memory", "pages per request", "requests")
+    table = _table("arenas", "arena", "page,\nbytes", "pages", "memory", "pages per\nrequest", "requests")
     table.add_column("serves", overflow="fold")
     for arena in report.arenas:
         table.add_row(
