@@ -6,6 +6,7 @@ one message more; what it finds cached, what it computes again and when its firs
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -203,21 +204,25 @@ def random_rows(config: PrefixBenchConfig, progress: Callable[[str], None]) -> I
                 drafter = None
                 if name is not None:
                     drafter = _random_drafter(name, model, engine_config, list(texts_of(off, config)))
-                engine = build_engine(engine_config, model=model, drafter=drafter)
-                turns = converse(engine, config)
-                off = off or turns
-                yield _row(model.name, retention, name or OFF, turns, off, engine)
+                row = _row(name or OFF, build_engine(engine_config, model=model, drafter=drafter), off, config)
+                off = off or list(row.turns)
+                yield row
 
 
-def _row(model: str, retention: str, drafter: str, turns: list[Turn], off: list[Turn], engine: Engine) -> Row:
-    return Row(
-        model=model,
-        retention=retention,
+def _row(drafter: str, engine: Engine, off: Sequence[Turn], config: PrefixBenchConfig) -> Row:
+    turns = tuple(converse(engine, config))
+    row = Row(
+        model=engine.model.name,
+        retention=str(engine.config.kv_retention),
         drafter=drafter,
-        turns=tuple(turns),
+        turns=turns,
         acceptance_length=engine.speculation.mean_acceptance_length,
-        against=tuple(off),
+        against=tuple(off) or turns,
     )
+    # The next engine has pages of its own: these must be gone by then.
+    del engine
+    gc.collect()
+    return row
 
 
 # ---- a real model ----------------------------------------------------------------------------------
@@ -245,11 +250,11 @@ def model_rows(
     for speculation in (None, *speculations):
         if speculation is not None:
             progress(f"{model.name}: {speculation.method}")
-        engine = build_engine(replace(engine_config, speculative_config=speculation), model=model)
-        turns = converse(engine, config)
-        off = off or turns
         name = OFF if speculation is None else speculation.method
-        yield _row(model.name, str(engine_config.kv_retention), name, turns, off, engine)
+        engine_config = replace(engine_config, speculative_config=speculation)
+        row = _row(name, build_engine(engine_config, model=model), off, config)
+        off = off or list(row.turns)
+        yield row
 
 
 def report_of(config: PrefixBenchConfig, rows: Sequence[Row]) -> dict[str, Any]:
