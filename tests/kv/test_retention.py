@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from tests.kv.fakes import Hand, Watch, drafter, full, held_pages, ids, sliding, watched
 
@@ -259,3 +261,20 @@ def test_a_running_sequence_holds_its_window_and_little_more(window: int, retent
         behind = 0 if retention == "dense" else 31 + 2
         assert most <= -(-(window - 1 + behind + 4) // 8) + 1
         hand.kv.close(sequence)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stretches_of_nothing_are_passed_over_and_nothing_else(seed: int) -> None:
+    """A sliding group's search skips what is not there; every page that it could use stops it."""
+    rng = Random(seed)
+    hand, _watch = mixed(rng.choice((5, 40)), drafter("none"), "tail")
+    stem = list(ids(900))
+    for _ in range(6):
+        parted = rng.randrange(900)
+        hand.serve([*stem[:parted], *ids(rng.randrange(1, 40), seed=rng.randrange(1, 90))])
+    sequence = hand.open(stem)
+    _hit, views = hand.kv.search(sequence, 899, draft=False)
+    for page in range(112):
+        expected = max((number for number in range(page + 1) if views[1].find(number).slots), default=-1)
+        _again, fresh = hand.kv.search(sequence, 0, draft=False)
+        assert fresh[1].last_found(page) == expected
