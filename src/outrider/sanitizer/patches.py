@@ -269,10 +269,10 @@ def free_under_tap_rows(original: Any) -> Any:
 
 
 def release_twice(original: Any) -> Any:
-    def close(self: Any, sequence: Any) -> None:
+    def close(self: Any, sequence: Any, **others: Any) -> None:
         for group, state in enumerate(sequence.groups):
             self.holdings.give_back(group, state.held()[:1])
-        original(self, sequence)
+        original(self, sequence, **others)
 
     return close
 
