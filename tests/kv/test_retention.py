@@ -278,3 +278,26 @@ def test_stretches_of_nothing_are_passed_over_and_nothing_else(seed: int) -> Non
         expected = max((number for number in range(page + 1) if views[1].find(number).slots), default=-1)
         _again, fresh = hand.kv.search(sequence, 0, draft=False)
         assert fresh[1].last_found(page) == expected
+
+
+@pytest.mark.parametrize("retention", POLICIES)
+@pytest.mark.parametrize("window", [1, 6, 20])
+def test_where_the_target_can_be_hit_anywhere_a_drafter_keeps_its_window_everywhere(
+    window: int, retention: object
+) -> None:
+    """The target's pages are longer than the drafter's: hits end inside them, and between boundaries."""
+    hand, watch = watched(
+        full(page=16),
+        footprint=drafter("dflash", sliding(window, "draft", page=8)),
+        pages=200,
+        retention=Retention.of(retention),
+    )
+    hand.serve(ids(120))
+    for shared in range(1, 112):
+        sequence = hand.admit(ids(shared) + ids(3, seed=shared + 1))
+        assert sequence.hit == shared
+        (run,) = watch.hits[sequence.id].draft
+        assert run.end == shared
+        assert run.start <= max(0, shared - window + 1)
+        hand.kv.close(sequence)
+        hand.settle()

@@ -10,13 +10,14 @@ a window keeps what lay under the window at certain ends, the boundaries, which 
     boundary                               b
     kept for it     [b - W + 1 - margin -- b)         GroupKind.needed, which the hit search asks too
 
+Where the target keeps everything, hits may end anywhere, and a drafter's groups keep everything too.
 The mask holds no state of a sequence: its ends are passed in as `marks`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
@@ -89,17 +90,21 @@ class RetentionMask:
         self.every = None if retention.every is None else -(-retention.every // alignment) * alignment
         """The policy's own boundaries are multiples of this; None: it has none."""
         self.keeps_ends = keeps_ends(layout, retention)
-        self.keeps_all = tuple(map(self._keeps_all, range(len(self._kinds))))
+        target = tuple(map(self._needs_all, layout.target_groups))
+        # Where a hit may end anywhere, a drafter's context is worth keeping everywhere.
+        draft = tuple(all(target) or self._needs_all(group) for group in layout.draft_groups)
+        self.keeps_all = target + draft
         """Per group: every full page is worth keeping, so that nobody has to ask."""
 
-    def _keeps_all(self, group: int) -> bool:
+    def _needs_all(self, group: int) -> bool:
+        """Do the policy's boundaries ask for every page?"""
         if self._kinds[group].freed_at(0) is None:
             return True
         if self.every is None:
             return False
         # One period further on, where the start of the sequence no longer makes needs shorter.
         stop = 2 * lcm(self.every, self._sizes[group]) // self._sizes[group]
-        return sum(last - first for first, last in self.runs(group, 0, stop, ())) == stop
+        return sum(last - first for first, last in self._runs(group, 0, stop, ())) == stop
 
     # ---- ends --------------------------------------------------------------------------------------
 
@@ -131,13 +136,14 @@ class RetentionMask:
 
     def keeps(self, group: int, page_number: int, marks: Marks) -> bool:
         """Is this full page worth keeping?"""
-        return self.keeps_all[group] or any(True for _ in self.runs(group, page_number, page_number + 1, marks))
+        return any(True for _ in self.runs(group, page_number, page_number + 1, marks))
 
-    def runs(self, group: int, first: int, stop: int, marks: Marks) -> Iterator[tuple[int, int]]:
-        """Of the full pages [first, stop) those worth keeping, as runs [from, to) of page numbers, in order.
+    def runs(self, group: int, first: int, stop: int, marks: Marks) -> Iterable[tuple[int, int]]:
+        """Of the full pages [first, stop) those worth keeping, as runs [from, to) of page numbers, in order."""
+        return [(first, stop)] if self.keeps_all[group] else self._runs(group, first, stop, marks)
 
-        The nearest boundary past a page's start asks for the most of it, so each page is asked about once.
-        """
+    def _runs(self, group: int, first: int, stop: int, marks: Marks) -> Iterator[tuple[int, int]]:
+        """The nearest boundary past a page's start asks for the most of it, so each page is asked about once."""
         kind, size, margin, done = self._kinds[group], self._sizes[group], self._margin, first
         for boundary in self._boundaries(first * size, (stop - 1) * size, marks):
             start = max(done, kind.needed(boundary, margin).start // size)

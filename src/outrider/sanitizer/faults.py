@@ -125,6 +125,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         lineage="L3",
     ),
     Mutation(
+        name="drafters_window_kept_at_boundaries_only",
+        invariant="I9",
+        story="the target is hit anywhere, and a drafter with a window has lost its context there",
+        where="outrider.kv.manager:RetentionMask",
+        change=patches.drafts_kept_for_boundaries_only,
+        needs=_needs("sliding_drafts"),
+    ),
+    Mutation(
         name="shared_prefix_not_noticed",
         invariant="I9",
         story="with ends alone kept, what two prompts share is not kept for the third",

@@ -5,6 +5,9 @@ Written apart from outrider.kv.retention, so that the two can be compared.
 
 from __future__ import annotations
 
+from functools import cached_property
+from math import lcm
+
 from outrider.kv.layout import KVLayout
 from outrider.kv.retention import Retention
 
@@ -40,6 +43,21 @@ class ExpectedKept:
         return known
 
     def _keeps(self, group: int, number: int, ends: tuple[int, ...]) -> bool:
+        return (group >= self._layout.num_target and self._anywhere) or self._is_needed(group, number, ends)
+
+    @cached_property
+    def _anywhere(self) -> bool:
+        """Hits may end anywhere, since the target keeps every page: so must a drafter, or it would lose its context."""
+        layout = self._layout
+        sizes = [layout.groups[group].page_tokens for group in layout.target_groups]
+        period = 2 * lcm(layout.alignment * -(-(self._every or 1) // layout.alignment), *sizes)
+        return all(
+            self._is_needed(group, number, ())
+            for group, size in zip(layout.target_groups, sizes, strict=True)
+            for number in range(period // size)
+        )
+
+    def _is_needed(self, group: int, number: int, ends: tuple[int, ...]) -> bool:
         layout, spec = self._layout, self._layout.groups[group]
         if spec.kind.needed(FAR).start == 0:
             return True

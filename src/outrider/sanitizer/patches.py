@@ -142,7 +142,7 @@ def publish_last_sampled(original: Any) -> Any:
 
 def _without_margin(mask: Any) -> Any:
     mask._margin = 0
-    mask.keeps_all = tuple(map(mask._keeps_all, range(len(mask.keeps_all))))
+    mask.keeps_all = tuple(map(mask._needs_all, range(len(mask.keeps_all))))
     return mask
 
 
@@ -167,6 +167,15 @@ def mask_keeps_everything(original: Any) -> Any:
         return [(first, stop)]
 
     return runs
+
+
+def drafts_kept_for_boundaries_only(original: Any) -> Any:
+    def make(layout: Any, retention: Any) -> Any:
+        mask = original(layout, retention)
+        mask.keeps_all = tuple(map(mask._needs_all, range(len(mask.keeps_all))))
+        return mask
+
+    return make
 
 
 def nothing_shared(original: Any) -> Any:
