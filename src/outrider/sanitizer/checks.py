@@ -176,7 +176,7 @@ class Sanitizer(KVObserver):
             slides = layout.groups[group].kind.freed_at(0) is not None
             if slides and (not draft or layout.footprint.publishes_above(state.low)):
                 numbers = range(-(-state.low // size), min(state.published, end // size))
-                self._check_kept(sequence, group, [n for n in numbers if self._end.keeps(group, n, ends)])
+                self._check_kept(sequence, group, [n for n in numbers if self._end.is_needed(group, n, ends)])
 
     def ended(self, sequence: SequenceKV) -> None:
         self._ends.pop(sequence.id, None)

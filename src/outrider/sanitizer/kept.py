@@ -43,7 +43,7 @@ class ExpectedKept:
         return known
 
     def _keeps(self, group: int, number: int, ends: tuple[int, ...]) -> bool:
-        return (group >= self._layout.num_target and self._anywhere) or self._is_needed(group, number, ends)
+        return (group >= self._layout.num_target and self._anywhere) or self.is_needed(group, number, ends)
 
     @cached_property
     def _anywhere(self) -> bool:
@@ -52,12 +52,13 @@ class ExpectedKept:
         sizes = [layout.groups[group].page_tokens for group in layout.target_groups]
         period = 2 * lcm(layout.alignment * -(-(self._every or 1) // layout.alignment), *sizes)
         return all(
-            self._is_needed(group, number, ())
+            self.is_needed(group, number, ())
             for group, size in zip(layout.target_groups, sizes, strict=True)
             for number in range(period // size)
         )
 
-    def _is_needed(self, group: int, number: int, ends: tuple[int, ...]) -> bool:
+    def is_needed(self, group: int, number: int, ends: tuple[int, ...]) -> bool:
+        """The same of this group alone, whatever others keep."""
         layout, spec = self._layout, self._layout.groups[group]
         if spec.kind.needed(FAR).start == 0:
             return True
