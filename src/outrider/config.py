@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.kv.checked import checked_fields, whole_number
+from outrider.kv.retention import Retention
 from outrider.models.resolve import DEFAULT_MODEL
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -91,8 +92,12 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Rows of one step. More is faster on long prompts and slower for everybody who decodes beside them."""
     block_size: int = 16
-    """Tokens in a page of the KV cache."""
+    """Tokens in a page of the KV cache; in a model with windows in the shortest page, of the most layers."""
     enable_prefix_caching: bool = True
+    kv_retention: str | int = "dense"
+    """What the prefix cache keeps of layers with a window, of which a hit needs only what lay under the window where
+    it ends: dense, for every place where a hit may end; tail, for ends of prompts and texts and for prefixes that turn
+    out to be shared; or a number, for every so many tokens, and ends. Without such layers all is kept anyway."""
     kv_cache_memory_bytes: int | None = None
     """Memory for KV; None: 2 GiB, or less where the machine has less, on a CPU; by gpu_memory_utilization on a GPU."""
     gpu_memory_utilization: float = 0.9
@@ -114,6 +119,7 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_threads"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, at_least=1)
+        Retention.of(self.kv_retention)
         _named(self.dtype, "dtype", DTYPES)
         _named(self.sanitizer, "sanitizer", SANITIZER_MODES)
         _named(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)

@@ -112,7 +112,7 @@ PLACES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "propose": lambda engine: (engine.runner, "_propose"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "commit kv": lambda engine: (engine.scheduler.kv, "commit"),
-    "publish": lambda engine: (engine.scheduler.kv, "publish"),
+    "publish": lambda engine: (engine.scheduler.kv.progress, "publish"),
     "hand out": lambda engine: (engine, "_take"),
 }
 

@@ -1,4 +1,4 @@
-"""Group kinds against brute force: what a hit needs, how long it can be, what is worth keeping."""
+"""Group kinds against brute force: what a hit needs, and how long it can be."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from tests.kv.fakes import drafter, full, sliding
 
-from outrider.kv import Full, GroupKind, Interval, KVLayout, Sliding
+from outrider.kv import Full, GroupKind, Interval, Sliding
 from outrider.kv.search import longest_common
 
 WINDOWS = (1, 7, 8, 9, 31, 32, 33, 100)
@@ -38,6 +37,9 @@ class Slots:
         while count < max_pages and self.leading[count] == self.page_tokens:
             count += 1
         return count
+
+    def last_found(self, page: int) -> int:
+        return max((number for number in range(page + 1) if self.leading[number]), default=-1)
 
     def longest(self, limit: int) -> int:
         return self.kind.longest(limit, self)
@@ -116,63 +118,3 @@ def test_resident_tokens_bound_what_a_step_has_to_hold(kind: GroupKind) -> None:
                 most = max(most, end - min(read))
             assert most <= kind.resident_tokens(length, step, 0) <= length
             assert kind.resident_tokens(length, step, 2) >= kind.resident_tokens(length, step, 0)
-
-
-# ---- retention -----------------------------------------------------------------------------------------
-
-
-def worth_keeping(window: int, page: Interval, alignment: int, reach: int) -> bool:
-    """Does any hit at any aligned boundary read a slot of the page?
-
-    A hit ends at a boundary, or one before it when the whole prompt is cached; then up to `reach` (at least
-    one is assumed) tap rows before the hit read further back.
-    """
-    for boundary in range(alignment, page.end + window + 2 * alignment + 8, alignment):
-        for hit in (boundary, boundary - 1):
-            for row in range(max(0, hit - max(1, reach)), hit + 1):
-                first = max(0, row - window + 1)
-                if first < page.end and page.start < hit:
-                    return True
-    return False
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("page_tokens", "alignment_page"), [(8, 8), (8, 32), (4, 32), (16, 32), (1, 32), (32, 8)])
-def test_retention_equals_asking_every_aligned_boundary(window: int, page_tokens: int, alignment_page: int) -> None:
-    groups = (full(page=alignment_page), sliding(window, page=page_tokens))
-    for footprint in (drafter("ngram"), drafter("dflash"), drafter("eagle")):
-        layout = KVLayout(target=groups, footprint=footprint)
-        assert layout.alignment == max(page_tokens, alignment_page)
-        for number in range(3 * layout.alignment // page_tokens + 2):
-            page = Interval(number * page_tokens, (number + 1) * page_tokens)
-            expected = worth_keeping(window, page, layout.alignment, footprint.token_reach)
-            assert layout.retains(1, number) == expected, (page, footprint.name)
-            assert layout.retains(0, number)
-            if layout.retains_all[1]:
-                assert expected
-        if not layout.retains_all[1]:
-            periods = 2 * layout.alignment // page_tokens
-            assert not all(layout.retains(1, number) for number in range(periods))
-
-
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle", "mtp", "dflash"])
-def test_a_drafter_never_changes_what_target_groups_retain(method: str) -> None:
-    target = (full(page=32), sliding(8, page=8))
-    plain = KVLayout(target=target)
-    layout = KVLayout(target=target, footprint=drafter(method))
-    for group in (0, 1):
-        for number in range(16):
-            assert layout.retains(group, number) == plain.retains(group, number)
-
-
-def test_pages_that_can_serve_no_hit_are_not_kept() -> None:
-    layout = KVLayout(target=(full(page=32), sliding(8, page=8)))
-    # Under [b - 8 + 1 - 2, b) for b = 32, 64: pages 2 and 3 of every four.
-    assert [layout.retains(1, number) for number in range(8)] == [False, False, True, True] * 2
-    assert layout.retains_all == (True, False)
-
-
-def test_sibling_groups_of_one_kind_share_one_mask() -> None:
-    layout = KVLayout(target=(full(page=32), sliding(20, "a"), sliding(20, "b"), sliding(20, "c", slot_bytes=4)))
-    for number in range(16):
-        assert len({layout.retains(group, number) for group in (1, 2, 3)}) == 1

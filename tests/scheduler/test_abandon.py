@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.kv.fakes import assert_at_rest, ids, reference_text
+from tests.kv.fakes import Engine, assert_at_rest, full, ids, make_manager, reference_text, sliding
 from tests.scheduler.fakes import METHODS, make_engine
 
+from outrider.kv.retention import Retention
 from outrider.scheduler import State
 
 
@@ -38,6 +39,23 @@ def test_nothing_of_an_abandoned_step_is_published() -> None:
     engine.add("a", ids(40), max_tokens=12, k=2)
     engine.step()
     assert engine.scheduler.requests["a"].kv.hit == 0
+
+
+@pytest.mark.parametrize("ends", ["abort", "abandon"])
+def test_a_text_whose_last_step_failed_leaves_no_end(ends: str) -> None:
+    """Whoever aborts a text may go on from there; where nobody knows what a step wrote, nobody should."""
+    kv = make_manager(full(page=8), sliding(8, page=4), retention=Retention.of("tail"), step_tokens=32)
+    engine = Engine(kv)
+    engine.add("a", ids(16), max_tokens=40)
+    for _ in range(20):
+        engine.step()
+    before = len(kv.pool.indexes[1])
+    if ends == "abort":
+        engine.scheduler.abort("a")
+    else:
+        engine.scheduler.abandon(engine.scheduler.schedule())
+    assert len(kv.pool.indexes[1]) - before == (3 if ends == "abort" else 0)
+    assert_at_rest(kv)
 
 
 def test_what_the_step_was_to_forget_is_forgotten_by_the_next() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
-from outrider.engine.memory import arena_pages, kv_budget_bytes, tokens_that_fit
+from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
 from outrider.errors import ConfigError
 from outrider.kv.footprint import NO_DRAFTER
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
 from outrider.kv.prefix import CacheIdentity
+from outrider.kv.retention import Retention
 from outrider.layers.select import select_ops
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
@@ -84,9 +86,17 @@ def build_engine(
             f"max_model_len {config.max_model_len} exceeds what the model was trained for ({model.spec.max_position})"
         )
     kv_dtype = dtype
-    groups = layer_groups(model.spec, owner="target", page_tokens=config.block_size, item_bytes=kv_dtype.itemsize)
+    groups = layer_groups(
+        model.spec,
+        owner="target",
+        page_tokens=config.block_size,
+        item_bytes=kv_dtype.itemsize,
+        one_arena=True,
+    )
     # A file may promise any length: tables are made for what the memory can hold.
-    room = tokens_that_fit(KVLayout(target=groups.specs), kv_budget_bytes(config, device), limit)
+    alone = KVLayout(target=groups.specs)
+    settings = {"step_tokens": config.max_num_batched_tokens, "max_model_len": limit}
+    room = longest_text(alone, unsized(alone, **settings), k=0, budget_bytes=kv_budget_bytes(config, device))
     limit = limit if config.max_model_len is not None else room
     decoder = Decoder(model.spec, model.parameters, ops, max_position=min(limit, room))
     speculation, k, least_confidence = config.speculative_config, 0, 0.0
@@ -119,7 +129,7 @@ def build_engine(
             "verify; raise max_num_batched_tokens"
         )
     layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)
-    kv_config = _kv_config(config, model, layout, limit, device, dtype)
+    kv_config = _kv_config(config, model, layout, limit, k, device, dtype)
     sanitizer = None
     if config.sanitizer != "off":
         sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
@@ -167,24 +177,27 @@ def _kv_config(
     model: LoadedModel,
     layout: KVLayout,
     limit: int,
+    k: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> KVConfig:
     budget = kv_budget_bytes(config, device)
-    # Each request may hold a partly used page and copies at its ends.
-    slack = 4 * config.block_size
-    tokens = tokens_that_fit(layout, budget, config.max_num_seqs * (limit + slack))
-    if tokens < limit + slack:
-        if config.max_model_len is not None:
-            raise ConfigError(
-                f"the memory for KV ({budget:,} bytes) holds {tokens} tokens, fewer than max_model_len "
-                f"({config.max_model_len}); raise kv_cache_memory_bytes or lower max_model_len"
-            )
-        limit = max(1, tokens - slack)
-    return KVConfig(
-        arena_pages=arena_pages(layout, tokens),
+    kv_config = unsized(
+        layout,
         identity=CacheIdentity(weights=model.fingerprint, dtype=str(dtype), layout=PAGE_LAYOUT),
         prefix_caching=config.enable_prefix_caching,
+        retention=Retention.of(config.kv_retention),
         max_model_len=limit,
         step_tokens=config.max_num_batched_tokens,
     )
+    longest = longest_text(layout, kv_config, k=k, budget_bytes=budget)
+    if longest < limit:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"the memory for KV ({budget:,} bytes) holds a text of {longest} tokens, fewer than max_model_len "
+                f"({config.max_model_len}); raise kv_cache_memory_bytes or lower max_model_len"
+            )
+        kv_config = replace(kv_config, max_model_len=longest)
+    # Each request may hold a partly used page and copies at its ends.
+    most_tokens = config.max_num_seqs * (longest + 4 * layout.alignment)
+    return sized(layout, kv_config, k=k, budget_bytes=budget, most_tokens=most_tokens)

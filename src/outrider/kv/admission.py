@@ -16,7 +16,7 @@ from outrider.kv.search import GroupView, longest_common
 def find_hit(views: Sequence[GroupView], num_target: int, footprint: KVFootprint, limit: int, *, draft: bool) -> Hit:
     """The target's hit never depends on the drafter; the drafter takes what there is next to it."""
     target = views[:num_target]
-    end = longest_common(target, limit)
+    end = longest_common(target if num_target == 1 else sorted(target, key=_slides), limit)
     if not draft:
         return Hit(end, 0, ())
     if footprint.rebuild:
@@ -35,6 +35,20 @@ def find_hit(views: Sequence[GroupView], num_target: int, footprint: KVFootprint
         runs = [run if run.end == end else Interval(end, end) for run in runs]
         fed_from = end
     return Hit(end, end - fed_from, tuple(Interval(min(run.start, fed_from), fed_from) for run in runs))
+
+
+def _slides(view: GroupView) -> bool:
+    """Groups that read everything are searched first: they are quick to say how long a hit can be at most."""
+    return view.spec.kind.freed_at(0) is not None
+
+
+def shared_end(target: Sequence[GroupView], limit: int) -> int:
+    """How much of the sequence others have had in front of them too, whether or not it can be hit.
+
+    Groups that read everything remember it. Where the hit is shorter, a window has moved on since; the end of
+    what is shared is then worth keeping, for whoever comes next.
+    """
+    return min((view.longest(limit) for view in target if not _slides(view)), default=0)
 
 
 def _tap_rows_possible(view: GroupView, end: int, tap_rows: int) -> bool:

@@ -33,6 +33,8 @@ class GroupSpec:
     kind: GroupKind
     page_tokens: int
     slot_bytes: int = 1
+    unused_bytes: int = 0
+    """At the end of a page, where that makes it as large as another group's, so that they share an arena."""
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -42,10 +44,11 @@ class GroupSpec:
         true_or_false(self.causal, f"group {self.name!r}: causal")
         for field in ("page_tokens", "slot_bytes"):
             whole_number(getattr(self, field), f"group {self.name!r}: {field}", at_least=1)
+        whole_number(self.unused_bytes, f"group {self.name!r}: unused_bytes", at_least=0)
 
     @property
     def page_bytes(self) -> int:
-        return self.page_tokens * self.slot_bytes
+        return self.page_tokens * self.slot_bytes + self.unused_bytes
 
 
 class Proposing(Enum):

@@ -8,8 +8,8 @@ from math import gcd, lcm
 from outrider.errors import ConfigError
 from outrider.kv.checked import checked_fields, text, true_or_false, tuple_of, whole_number
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint
-from outrider.kv.intervals import Interval
 from outrider.kv.prefix import CacheIdentity, group_tag
+from outrider.kv.retention import DENSE, Retention
 
 MOST_GROUPS = 254
 """A page's group is kept in one byte."""
@@ -35,8 +35,6 @@ class KVLayout:
     """Extra positions retained below a boundary: one because a fully cached prompt recomputes its last
     token, and the reach because tap rows run again before that. It does not depend on whether a drafter
     is on (at least 1 is assumed), so that a drafter can never change what the target hits."""
-    retains_all: tuple[bool, ...] = field(init=False)
-    """Per group: every full page is worth keeping, so that nobody has to ask."""
     tags: tuple[bytes, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,18 +67,6 @@ class KVLayout:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "retains_all", tuple(map(self._retains_all, range(len(groups)))))
-
-    def retains(self, group: int, page_number: int) -> bool:
-        """Is this full page worth keeping once its sequence has moved on?"""
-        spec = self.groups[group]
-        page = Interval(page_number * spec.page_tokens, (page_number + 1) * spec.page_tokens)
-        return spec.kind.retains(page, alignment=self.alignment, margin=self.margin)
-
-    def _retains_all(self, group: int) -> bool:
-        pages_in_period = lcm(self.alignment, self.groups[group].page_tokens) // self.groups[group].page_tokens
-        # One period further on, where the start of the sequence no longer makes needs shorter.
-        return all(self.retains(group, number) for number in range(2 * pages_in_period))
 
     @property
     def target_groups(self) -> range:
@@ -100,6 +86,8 @@ class KVConfig:
     """Pages of each arena, the sink included, in the order of KVLayout.arena_page_bytes."""
     identity: CacheIdentity = field(default_factory=CacheIdentity)
     prefix_caching: bool = True
+    retention: Retention = DENSE
+    """Which cached pages of groups with a window are kept."""
     max_model_len: int = 1 << 20
     step_tokens: int = 2048
     """Most positions one sequence advances in one step."""
@@ -118,6 +106,8 @@ class KVConfig:
         whole_number(self.identity.tensor_parallel_size, "identity: tensor_parallel_size", at_least=1)
         whole_number(self.identity.tensor_parallel_rank, "identity: tensor_parallel_rank", at_least=0)
         true_or_false(self.prefix_caching, "prefix_caching")
+        if not isinstance(self.retention, Retention):
+            raise ConfigError(f"retention must be a Retention, got {self.retention!r}; Retention.of('tail') is one")
         for name in ("max_model_len", "step_tokens"):
             whole_number(getattr(self, name), name, at_least=1)
         for arena, pages in enumerate(self.arena_pages):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from outrider.kv.intervals import Interval
 from outrider.kv.pages import SINK
 from outrider.kv.prefix import Chain
+from outrider.kv.retention import Marks
 
 
 class Load(NamedTuple):
@@ -118,6 +119,7 @@ class SequenceKV:
         "id",
         "load_end",
         "loads",
+        "marks",
         "namespace",
         "next_event",
         "skip_tiers",
@@ -159,6 +161,8 @@ class SequenceKV:
         self.groups = [GroupPages() for _ in range(num_groups)]
         self.loads = Loads()
         self.load_end = 0
+        self.marks: Marks = ()
+        """Boundaries that a hit of another sequence is to find, beside those of the policy."""
         # Bounds that let the common step touch nothing but two integers.
         self.target_room = 0
         self.draft_room = 0

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.errors import OutOfPages, RequestError
-from outrider.kv.admission import Offered, Seating, find_hit, seat_draft, seat_target
+from outrider.kv.admission import Offered, Seating, find_hit, seat_draft, seat_target, shared_end
 from outrider.kv.holdings import NEVER, GroupSizes, Holdings
 from outrider.kv.intervals import Interval, page_count
 from outrider.kv.layout import KVConfig, KVLayout
@@ -33,7 +33,8 @@ from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, KnownRuns, Media, Tier
-from outrider.kv.publication import GroupPublisher
+from outrider.kv.progress import Progress
+from outrider.kv.retention import DENSE, RetentionMask
 from outrider.kv.search import GroupView
 from outrider.kv.sizing import Sizing, resident_pages
 
@@ -64,17 +65,15 @@ class KVManager:
         self.hit_tokens = 0
         self.queried_tokens = 0
         self._observer = observer
-        self._publishers = [GroupPublisher(g, layout, self.pool, observer) for g in range(len(layout.groups))]
+        self.mask = RetentionMask(layout, config.retention if config.prefix_caching else DENSE)
+        self.progress = Progress(layout, config, self.mask, self.holdings, observer)
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
         self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
-        """Some group frees pages before its sequence ends."""
+        """Some group frees pages before its sequence ends, so that ends have to be marked if they are to be kept."""
         self._roots: dict[tuple[str, str], bytes] = {}
         self._known_runs = KnownRuns()
-
-    def _durable_end(self, sequence: SequenceKV, group: int) -> int:
-        return sequence.committed if group < self.layout.num_target else sequence.draft_end
 
     # ---- opening and admission ---------------------------------------------------------------------
 
@@ -143,6 +142,9 @@ class KVManager:
         hit, views = self.search(sequence, limit if use_cache else 0, draft=draft)
         if self._observer:
             self._observer.admitting(sequence, hit, use_cache=use_cache, may_draft=draft)
+        if self._slides:
+            shared = shared_end(views[: layout.num_target], limit if use_cache else 0)
+            sequence.marks = self.mask.marks(len(sequence.tokens), shared)
         target, pulled = seat_target(views[: layout.num_target], hit, limit, layout.margin, remote)
         draft_end = self._footprint.durable_end(limit) - self._footprint.durable_lead
         offered = remote if pulled else None
@@ -200,7 +202,7 @@ class KVManager:
     def _start_at(self, sequence: SequenceKV, end: int) -> None:
         """Work goes on at `end`; tap rows may go back by the reach."""
         sequence.committed = end
-        self._advance(sequence, margin=self._footprint.token_reach)
+        self.progress.advance(sequence, margin=self._footprint.token_reach)
         self.holdings.measure_room(sequence)
 
     # ---- loads -------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class KVManager:
         out: dict[int, Interval] = {}
         for g, size in self.holdings.groups(sequence):
             start = sequence.groups[g].held_from(size)
-            out[g] = Interval(start, max(start, min(sequence.committed, self._durable_end(sequence, g))))
+            out[g] = Interval(start, max(start, min(sequence.committed, self.progress.durable_end(sequence, g))))
         return out
 
     # ---- one step ----------------------------------------------------------------------------------
@@ -343,58 +345,9 @@ class KVManager:
         if self._observer:
             self._observer.committing(sequence)
         if v >= sequence.next_event:
-            self._advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
+            self.progress.advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
         if v + ahead <= sequence.surplus_until:
-            self._trim(sequence, v + ahead)
-
-    def _advance(self, sequence: SequenceKV, *, margin: int) -> None:
-        """A page was completed, or left its window. `margin`: positions before the end that tap rows will query."""
-        self.publish(sequence)
-        if self._slides:
-            self._free_behind(sequence, max(margin, self.config.keep_margin))
-        self._next_event(sequence)
-
-    def publish(self, sequence: SequenceKV) -> None:
-        """Enter every page into the index that is full, durable, and worth keeping."""
-        if not self.config.prefix_caching:
-            return
-        num_target = self.layout.num_target
-        for g, size in self.holdings.groups(sequence):
-            state = sequence.groups[g]
-            stop = (sequence.committed if g < num_target else sequence.draft_end) // size
-            if stop <= state.published:
-                continue
-            first, state.published = max(state.published, state.first_page), stop
-            if first < stop and (g < num_target or self._footprint.publishes_above(state.low)):
-                self._publishers[g].publish(sequence, first, stop)
-
-    def _free_behind(self, sequence: SequenceKV, margin: int) -> None:
-        """Give back pages that no query at or after the committed end, less the margin, reads."""
-        for g, size in self.holdings.groups(sequence):
-            end = min(sequence.committed, self._durable_end(sequence, g))
-            needed = self.layout.groups[g].kind.needed(end, margin)
-            self.holdings.free_front(g, sequence.groups[g], needed.start // size)
-
-    def _next_event(self, sequence: SequenceKV) -> None:
-        """The first committed end at which a page completes or leaves a window."""
-        event = NEVER
-        for g, size in self.holdings.groups(sequence):
-            state = sequence.groups[g]
-            if self.config.prefix_caching:
-                lead = self._durable_lead if g >= self.layout.num_target else 0
-                event = min(event, (state.published + 1) * size - lead)
-            freed_at = self.layout.groups[g].kind.freed_at((state.first_page + 1) * size) if self._slides else None
-            if freed_at is not None:
-                event = min(event, freed_at + self.config.keep_margin)
-        sequence.next_event = event
-
-    def _trim(self, sequence: SequenceKV, v: int) -> None:
-        """Give back pages past what the next step of the same shape will ask for."""
-        for g, size in self.holdings.target:
-            self.holdings.cut(sequence, g, size, v + sequence.target_headroom)
-        for g, size in self.holdings.draft if sequence.drafting else ():
-            self.holdings.cut(sequence, g, size, v + sequence.draft_headroom)
-        self.holdings.measure_room(sequence)
+            self.progress.trim(sequence, v + ahead)
 
     def rewind(self, sequence: SequenceKV, end: int) -> None:
         """Forget everything at and past `end`. A page that others read is copied before it is rewritten."""
@@ -405,13 +358,13 @@ class KVManager:
         # A slot that reaches past the end saw a token that is forgotten.
         sequence.draft_end = min(sequence.draft_end, max(0, end - self._footprint.token_reach))
         for g, size in holdings.groups(sequence):
-            keep, state = self._durable_end(sequence, g), sequence.groups[g]
+            keep, state = self.progress.durable_end(sequence, g), sequence.groups[g]
             holdings.keep_run(sequence, g, size, [Interval(state.low, max(keep, state.low))], keep)
             holdings.own_page(sequence, g, size, keep)
             state.published = max(min(state.published, keep // size), page_count(state.low, size))
         sequence.chain.truncate(end)
         holdings.measure_room(sequence)
-        self._next_event(sequence)
+        self.progress.find_next_event(sequence)
 
     # ---- forks -------------------------------------------------------------------------------------
 
@@ -427,6 +380,9 @@ class KVManager:
         self._fork_groups(parent, child, self.holdings.target, end)
         child.admitted = True
         child.hit = child.load_end = end
+        child.marks = parent.marks
+        if self._observer:
+            self._observer.forked(parent, child)
         child.target_headroom = parent.target_headroom
         if parent.drafting:
             child.drafting = True
@@ -467,14 +423,19 @@ class KVManager:
         self.dropped_drafts += 1
         self.holdings.measure_room(sequence)
 
-    def release(self, sequence: SequenceKV) -> None:
-        """The sequence holds nothing any more; it may be admitted again."""
+    def release(self, sequence: SequenceKV, *, keep_end: bool = True) -> None:
+        """The sequence holds nothing any more; it may be admitted again.
+
+        keep_end: others may go on where it stopped; False where nobody knows what its last step wrote.
+        """
         if sequence.admitted:
+            if keep_end:
+                self.progress.publish_end(sequence)
             self.holdings.return_all(sequence)
 
-    def close(self, sequence: SequenceKV) -> None:
+    def close(self, sequence: SequenceKV, *, keep_end: bool = True) -> None:
         """The sequence is gone."""
-        self.release(sequence)
+        self.release(sequence, keep_end=keep_end)
         self.holdings.forget(sequence)
         del self.sequences[sequence.id]
 

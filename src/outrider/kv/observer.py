@@ -63,6 +63,15 @@ class KVObserver:
     def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
         """Full pages [first_page, stop_page) were offered to the index; those worth keeping are in it now."""
 
+    def leaving(self, sequence: SequenceKV) -> None:
+        """The sequence is about to let go; its end is kept first, where the policy asks for that."""
+
+    def end_kept(self, sequence: SequenceKV) -> None:
+        """What a hit at its end needs, as far as it holds it, is in the index now."""
+
+    def forked(self, parent: SequenceKV, child: SequenceKV) -> None:
+        """The child goes on from the parent's committed end."""
+
     def imported(self, sequence: SequenceKV, group: int, interval: Interval) -> None:
         """The manager was told that these slots have arrived."""
 

@@ -292,6 +292,14 @@ class GroupIndex:
     def __len__(self) -> int:
         return len(self.pages)
 
+    def knows_none(self, keys: list[bytes]) -> bool:
+        """Is no page published under any of the keys?"""
+        return self.pages.keys().isdisjoint(keys)
+
+    def continues_none(self, parents: list[bytes]) -> bool:
+        """Is there no page, parts of which may be taken, after any of the parents?"""
+        return self._children.keys().isdisjoint(parents)
+
     def insert(self, new: Iterable[PageEntry]) -> None:
         """Enter pages, none of which is here, under keys, none of which is known."""
         pages, records = self.pages, self._records

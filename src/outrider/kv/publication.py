@@ -1,4 +1,4 @@
-"""Entering pages into the prefix index: full, durable, and worth keeping.
+"""Entering pages into the prefix index: full, durable, and worth keeping by the policy's mask.
 
 tokens   | page first ... page stop-1 | reach |
 parent   = base at the page's start
@@ -18,29 +18,47 @@ from outrider.kv.observer import KVObserver
 from outrider.kv.pages import SINK
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import TOKEN_BYTES
+from outrider.kv.retention import RetentionMask
 
 
 class GroupPublisher:
     """Publishes the pages of one group."""
 
-    def __init__(self, group: int, layout: KVLayout, pool: PagePool, observer: KVObserver | None) -> None:
+    def __init__(
+        self, group: int, layout: KVLayout, mask: RetentionMask, pool: PagePool, observer: KVObserver | None
+    ) -> None:
         self._group = group
-        self._layout = layout
+        self._mask = mask
         self._observer = observer
         self._size = layout.groups[group].page_tokens
         self._reach = layout.reach[group]
         self._step = self._size // layout.grain
-        self._retains_all = layout.retains_all[group]
+        self._keeps_all = mask.keeps_all[group]
         self._index = pool.indexes[group]
         self._published = pool.arena(group).published
 
     def publish(self, sequence: SequenceKV, first: int, stop: int) -> None:
-        """Publish pages [first, stop); all their slots are durable, and their reach is known."""
+        """Publish of pages [first, stop) what is worth keeping; all slots are durable, and their reach is known."""
+        if not self._keeps_all:
+            self.publish_marked(sequence, first, stop)
+        else:
+            sequence.chain.extend(sequence.tokens, stop * self._size)
+            if stop - first == 1 and not sequence.chain.media and not self._observer:
+                self._publish_one(sequence, first)
+            else:
+                self._publish_run(sequence, first, stop)
+        if self._observer:
+            self._observer.offered(sequence, self._group, first, stop)
+
+    def publish_marked(self, sequence: SequenceKV, first: int, stop: int) -> None:
+        """Publish of pages [first, stop) what the policy or the sequence's marks ask for."""
+        sequence.chain.extend(sequence.tokens, stop * self._size)
+        for start, end in self._mask.runs(self._group, first, stop, sequence.marks):
+            self._publish_run(sequence, start, end)
+
+    def _publish_run(self, sequence: SequenceKV, first: int, stop: int) -> None:
+        """Publish pages [first, stop), as far as they are not in the index yet."""
         chain, tokens, size, step = sequence.chain, sequence.tokens, self._size, self._step
-        chain.extend(tokens, stop * size)
-        if stop - first == 1 and self._retains_all and not chain.media and not self._observer:
-            self._publish_one(sequence, first)
-            return
         pages = sequence.groups[self._group].pages[first:stop]
         keys = chain.keys(tokens, size, self._reach, first, stop)
         parents = chain.bases[first * step : stop * step : step]
@@ -66,8 +84,6 @@ class GroupPublisher:
         published, mark = self._published, self._group + 1
         for page in pages:
             published[page] = mark
-        if self._observer:
-            self._observer.offered(sequence, self._group, first, stop)
 
     def _publish_one(self, sequence: SequenceKV, number: int) -> None:
         """The common case of decoding: one page, and nobody watching."""
@@ -82,20 +98,16 @@ class GroupPublisher:
             self._published[page] = self._group + 1
 
     def _all_new(self, pages: list[int], keys: list[bytes]) -> bool:
-        """The common case of prompts: nobody has published any of this, and all of it is worth keeping."""
-        return (
-            self._retains_all
-            and self._index.pages.keys().isdisjoint(keys)
-            and not any(itemgetter(SINK, *pages)(self._published))
-        )
+        """The common case of prompts: nobody has published any of this."""
+        return self._index.knows_none(keys) and not any(itemgetter(SINK, *pages)(self._published))
 
     def _new_places(self, sequence: SequenceKV, first: int, pages: list[int], keys: list[bytes]) -> list[int]:
-        """Which of the pages from number `first` on to publish: those worth keeping that are not in the index yet."""
+        """Which of the pages from number `first` on to publish: those that are not in the index yet."""
         known, places = self._index.pages, []
         for place, (page, key) in enumerate(zip(pages, keys, strict=True)):
             if key in known:
                 if self._observer:
                     self._observer.already_published(sequence, self._group, first + place, known[key])
-            elif not self._published[page] and self._layout.retains(self._group, first + place):
+            elif not self._published[page]:
                 places.append(place)
         return places

@@ -26,6 +26,8 @@ class Found(NamedTuple):
 
 
 MISSING = Found(0, 0)
+LONGEST_STRETCH = 256
+"""Pages that are passed over at once where nothing is known."""
 
 
 class GroupView:
@@ -135,6 +137,29 @@ class GroupView:
                 whole += found[: found.index(SINK)]
                 return
             whole += found
+
+    def last_found(self, page: int) -> int:
+        """The last page, at or before this one, of which any slot can be had; -1 if there is none.
+
+        Stretches of which nothing is known are passed over at the speed of C.
+        """
+        keys, index, bases = self._chain.keys, self._index, self._chain.bases
+        tokens, size, reach, step = self._tokens, self.page_tokens, self.reach, self._step
+        stretch = RUN_BLOCKS
+        while page >= 0:
+            first = max(0, page + 1 - stretch)
+            last_known = min(page + 1, (len(tokens) - reach) // size)
+            nothing = (
+                not self._tiers
+                and index.knows_none(keys(tokens, size, reach, first, last_known))
+                and index.continues_none(bases[first * step : page * step + 1 : step])
+            )
+            if not nothing:
+                for candidate in range(page, first - 1, -1):
+                    if self.find(candidate).slots:
+                        return candidate
+            page, stretch = first - 1, min(2 * stretch, LONGEST_STRETCH)
+        return -1
 
     def prefix_end(self, limit: int) -> int:
         """Where the run of slots that starts at 0 ends; not followed past the page of `limit`."""

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from outrider.errors import AdmissionError
 from outrider.kv.intervals import page_count
 from outrider.kv.layout import KVConfig, KVLayout
+from outrider.kv.retention import keeps_ends, most_behind
 
 
 def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: int, *, draft: bool) -> list[int]:
@@ -18,12 +19,13 @@ def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: i
     footprint, ahead = layout.footprint, config.steps_ahead
     step = max(config.step_tokens, 1 + k)
     scratch = footprint.scratch_ahead(k) + footprint.durable_lead
+    behind = most_behind(layout, config.retention)
     pages = [0] * len(layout.arena_page_bytes)
     for g in range(len(layout.groups) if draft else layout.num_target):
         spec = layout.groups[g]
         extra = scratch if g >= layout.num_target else 0
         length = total_tokens + extra
-        resident = spec.kind.resident_tokens(length, step * ahead, layout.margin + extra)
+        resident = spec.kind.resident_tokens(length, step * ahead, behind + extra)
         freed_late = page_count(step, spec.page_tokens) if ahead > 1 else 0
         held = page_count(resident, spec.page_tokens) + 1 + freed_late
         pages[layout.arena_of[g]] += min(page_count(length, spec.page_tokens), held) + 1
@@ -32,10 +34,23 @@ def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: i
 
 def resident_pages(layout: KVLayout, config: KVConfig, length: int) -> list[int]:
     """Per target group: pages that a sequence of this length holds at once while it is computed."""
+    behind = most_behind(layout, config.retention)
     return [
-        page_count(spec.kind.resident_tokens(length, config.step_tokens, layout.margin), spec.page_tokens)
+        page_count(spec.kind.resident_tokens(length, config.step_tokens, behind), spec.page_tokens)
         for spec in layout.target
     ]
+
+
+def decoding_pages(layout: KVLayout, config: KVConfig, length: int, k: int) -> list[int]:
+    """Per group: most pages that a sequence of this length holds while it decodes, k drafts a step."""
+    footprint, ahead = layout.footprint, config.steps_ahead * (1 + k)
+    behind = most_behind(layout, config.retention) if keeps_ends(layout, config.retention) else 0
+    held = []
+    for g, spec in enumerate(layout.groups):
+        extra = footprint.scratch_ahead(k) + footprint.durable_lead if g >= layout.num_target else 0
+        resident = spec.kind.resident_tokens(length + extra, ahead + extra, behind)
+        held.append(min(page_count(length + extra, spec.page_tokens), page_count(resident, spec.page_tokens) + 1))
+    return held
 
 
 class Sizing:

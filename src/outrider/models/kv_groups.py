@@ -1,17 +1,35 @@
-"""Which KV groups a decoder's layers fall into, and where in its group each layer lies. Torch-free."""
+"""Which KV groups a decoder's layers fall into, how large their pages are, and where in its group each layer lies.
+
+Layers of equal window share one page table. Where a decoder has several such groups, their pages are given equal
+bytes by giving them different lengths, so that one arena serves all and no memory is set aside for either kind:
+
+    15 layers with a window     page of 16 tokens      15 x 16 = 240 layer-slots
+     3 layers without one       page of 80 tokens       3 x 80 = 240 layer-slots
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import lcm
 
 from outrider.kv.footprint import GroupSpec
 from outrider.kv.groups import Full, Sliding
 from outrider.models.spec import DecoderSpec
 
+MOST_ALIGNED = 8
+"""The alignment may be so many times the shortest page: cached texts are gone on from where pages of all groups end,
+and what lies past the last such place is computed again."""
+MOST_UNUSED = 0.1
+"""Share of a page that may be unused where the numbers of layers do not divide each other."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroups:
-    """Groups of one decoder. Layers of equal window share one page table."""
+    """Groups of one decoder."""
 
     specs: tuple[GroupSpec, ...]
     place: tuple[tuple[int, int], ...]
@@ -22,7 +40,10 @@ class LayerGroups:
     head_dim: int
 
 
-def layer_groups(spec: DecoderSpec, *, owner: str, page_tokens: int, item_bytes: int) -> LayerGroups:
+def layer_groups(
+    spec: DecoderSpec, *, owner: str, page_tokens: int, item_bytes: int, one_arena: bool = False
+) -> LayerGroups:
+    """`page_tokens` is the length of a page; with `one_arena` of the shortest page, where there are several groups."""
     windows: list[int | None] = []
     counts: list[int] = []
     place: list[tuple[int, int]] = []
@@ -34,14 +55,20 @@ def layer_groups(spec: DecoderSpec, *, owner: str, page_tokens: int, item_bytes:
         place.append((group, counts[group]))
         counts[group] += 1
     layer_bytes = 2 * spec.kv_size * item_bytes
+    lengths = [page_tokens] * len(counts)
+    if one_arena:
+        lengths = [page_tokens * blocks for blocks in blocks_per_page(counts)]
+    sizes = [count * length * layer_bytes for count, length in zip(counts, lengths, strict=True)]
+    shared = one_arena and min(sizes) >= max(sizes) * (1 - MOST_UNUSED)
     specs = tuple(
         GroupSpec(
             name=f"{owner}.full" if window is None else f"{owner}.window{window}",
             kind=Full() if window is None else Sliding(window),
-            page_tokens=page_tokens,
+            page_tokens=length,
             slot_bytes=count * layer_bytes,
+            unused_bytes=max(sizes) - size if shared else 0,
         )
-        for window, count in zip(windows, counts, strict=True)
+        for window, count, length, size in zip(windows, counts, lengths, sizes, strict=True)
     )
     return LayerGroups(
         specs=specs,
@@ -50,3 +77,25 @@ def layer_groups(spec: DecoderSpec, *, owner: str, page_tokens: int, item_bytes:
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
     )
+
+
+def blocks_per_page(layers: Sequence[int]) -> tuple[int, ...]:
+    """Blocks in a page of each group, so that pages of all groups have about equal bytes.
+
+    The most layers get the fewest blocks. One block if that leaves little unused, else two, and so on; ones
+    everywhere if nothing does, so that each group has an arena of its own.
+    """
+    most = max(layers)
+    for fewest in range(1, MOST_ALIGNED):
+        # Rounded down, a longer page is not quite filled; rounded up, the shorter ones are not.
+        choices = [{most * fewest // count, -(-most * fewest // count)} for count in layers]
+        best = min(product(*map(sorted, choices)), key=lambda blocks: (_unused(layers, blocks), sum(blocks)))
+        if _unused(layers, best) <= MOST_UNUSED and lcm(*best) <= MOST_ALIGNED * min(best):
+            return best
+    return (1,) * len(layers)
+
+
+def _unused(layers: Sequence[int], blocks: Sequence[int]) -> float:
+    """The largest share of any group's page that is left unused."""
+    sizes = [count * each for count, each in zip(layers, blocks, strict=True)]
+    return 1 - min(sizes) / max(sizes)

@@ -4,12 +4,14 @@ A page of a group holds all of the group's layers:
 
     [layer][key, value][kv head][slot][head_dim]
 
-so that one page number serves every layer, and the keys of one head in one page lie side by side.
+so that one page number serves every layer, and the keys of one head in one page lie side by side. Groups that share
+an arena have pages of equal bytes and different lengths; what a group leaves unused is at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -42,8 +44,8 @@ class PageStore:
         for owner in owners:
             for spec, layers in zip(owner.specs, owner.layers_in, strict=True):
                 arena = self._arenas[layout.arena_of[len(self._groups)]]
-                shape = (arena.shape[0], layers, 2, owner.kv_heads, spec.page_tokens, owner.head_dim)
-                self._groups.append(arena.view(shape))
+                shape = (layers, 2, owner.kv_heads, spec.page_tokens, owner.head_dim)
+                self._groups.append(arena[:, : prod(shape)].view(arena.shape[0], *shape))
 
     def layers(self, owner: LayerGroups, first_group: int) -> tuple[PagedKV, ...]:
         """Each layer's keys and values, for a decoder whose groups start at `first_group`."""

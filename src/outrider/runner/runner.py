@@ -69,6 +69,8 @@ class Runner:
         owners: tuple[LayerGroups, ...] = (target_groups,)
         if drafter is not None and drafter.layer_groups is not None:
             owners += (drafter.layer_groups,)
+        self.owners = owners
+        """The target's layers, then the drafter's if it has any, in the order of the layout's groups."""
         self.store = PageStore(layout, config.arena_pages, owners, dtype=kv_dtype, device=device)
         self._tables = TableLines(layout, max_model_len=config.max_model_len, device=device)
         self._batcher = Batcher(layout, self._tables, device)

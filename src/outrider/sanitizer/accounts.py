@@ -18,6 +18,10 @@ class PageAccounts:
 
     def __init__(self, layout: KVLayout, config: KVConfig, reporter: Reporter) -> None:
         self._layout = layout
+        self._keep_margin = config.keep_margin
+        every = config.retention.every
+        self._aligned_ends = config.prefix_caching and (every is None or every > layout.alignment)
+        """A sequence holds behind its windows what its end would need if it left now."""
         self._fail = reporter.fail
         slots = [1] * len(config.arena_pages)
         for group, spec in enumerate(layout.groups):
@@ -99,6 +103,7 @@ class PageAccounts:
         scratch = layout.footprint.scratch_ahead(k) + layout.footprint.durable_lead
         for group, state in enumerate(sequence.groups):
             most = page_count(end + (scratch if group >= layout.num_target else 0), layout.groups[group].page_tokens)
+            self._check_front(sequence, group)
             if len(state.pages) > max(most, state.first_page):
                 self._fail(
                     "I5",
@@ -108,6 +113,30 @@ class PageAccounts:
                     position=sequence.committed,
                     page=state.pages[-1],
                 )
+
+    def _check_front(self, sequence: SequenceKV, group: int) -> None:
+        """I5: nothing is held that no row to come reads, and that keeping the end does not ask for.
+
+        committed, less the reach   [ first key ------- v)         the last boundary  [ first key, less the margin - b)
+        """
+        layout, state, spec = self._layout, sequence.groups[group], self._layout.groups[group]
+        draft = group >= layout.num_target
+        if draft and not sequence.drafting:
+            return
+        end = min(sequence.committed, sequence.draft_end) if draft else sequence.committed
+        first = spec.kind.first_key(max(0, end - max(layout.footprint.token_reach, self._keep_margin)))
+        if self._aligned_ends:
+            boundary = end // layout.alignment * layout.alignment
+            first = min(first, spec.kind.first_key(max(0, boundary - layout.margin)))
+        if state.first_page < min(first // spec.page_tokens, len(state.pages)):
+            self._fail(
+                "I5",
+                f"a page behind the window is held, though nothing below position {first} is needed",
+                request=sequence.id,
+                group=group,
+                position=state.first_page * spec.page_tokens,
+                page=state.pages[state.first_page],
+            )
 
     def check(self, manager: KVManager) -> None:
         """I5: every page is free, cached, held by somebody, pending, quarantined, or the sink."""

@@ -18,9 +18,11 @@ from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.pages import SINK
 from outrider.kv.prefix import Media
+from outrider.kv.retention import TAIL
 from outrider.sanitizer.accounts import PageAccounts
 from outrider.sanitizer.checksums import Checksums
 from outrider.sanitizer.expected import ExpectedHits
+from outrider.sanitizer.kept import ExpectedKept
 from outrider.sanitizer.report import Mode, Reporter
 from outrider.sanitizer.shadow import DURABLE, PageShadow, TokenHashes, namespace_seed, shows_media
 from outrider.sanitizer.steps import StepChecks
@@ -45,6 +47,10 @@ class Sanitizer(KVObserver):
         self._divisible: list[dict[int, int]] = [{} for _ in layout.groups]
         """The same for pages of which a part may be taken: those without media."""
         self._expected = ExpectedHits(layout, self._available, self._divisible, lambda g, i: self.tier_holds(g, i))
+        self._kept = ExpectedKept(layout, config.retention)
+        self._end = ExpectedKept(layout, TAIL)
+        self._ends: dict[str, tuple[int, ...]] = {}
+        """Per sequence: ends that others may go on from, to be kept whatever the interval of the policy is."""
         self._planned: dict[str, TokenHashes] = {}
         self._verified: dict[str, list[int]] = {}
         """Per sequence and group: the ledger's durable end that was last compared with the shadow."""
@@ -150,12 +156,30 @@ class Sanitizer(KVObserver):
 
     def started_over(self) -> None:
         self._accounts.start_over()
-        for table in (*self._available, *self._divisible, self._verified, self._lows, self._hits):
+        for table in (*self._available, *self._divisible, self._verified, self._lows, self._hits, self._ends):
             table.clear()  # type: ignore[attr-defined]
         if self.checksums is not None:
             self.checksums.clear()
 
+    def forked(self, parent: SequenceKV, child: SequenceKV) -> None:
+        self._ends[child.id] = self._ends.get(parent.id, ())
+
+    def leaving(self, sequence: SequenceKV) -> None:
+        self._ends[sequence.id] = (*self._ends.get(sequence.id, ()), sequence.committed)
+
+    def end_kept(self, sequence: SequenceKV) -> None:
+        """I9: whoever goes on where the sequence stopped finds every page that it has had there."""
+        layout, ends = self.layout, (sequence.committed,)
+        for group in range(len(layout.groups) if sequence.drafting else layout.num_target):
+            size, draft = layout.groups[group].page_tokens, group >= layout.num_target
+            state, end = sequence.groups[group], sequence.draft_end if draft else sequence.committed
+            slides = layout.groups[group].kind.freed_at(0) is not None
+            if slides and (not draft or layout.footprint.publishes_above(state.low)):
+                numbers = range(-(-state.low // size), min(state.published, end // size))
+                self._check_kept(sequence, group, [n for n in numbers if self._end.is_needed(group, n, ends)])
+
     def ended(self, sequence: SequenceKV) -> None:
+        self._ends.pop(sequence.id, None)
         self._verified.pop(sequence.id, None)
         self._lows.pop(sequence.id, None)
 
@@ -168,6 +192,11 @@ class Sanitizer(KVObserver):
             self._hashes(sequence), limit, draft=may_draft, tiers=not sequence.skip_tiers, media=sequence.chain.media
         )
         self._hits[sequence.id] = (hit, expected)
+        if self._kept.asks_for_ends:
+            shared = self._expected.shared_end(
+                self._hashes(sequence), limit, tiers=not sequence.skip_tiers, media=sequence.chain.media
+            )
+            self._ends[sequence.id] = (len(sequence.tokens), shared)
 
     def admitted(self, sequence: SequenceKV) -> None:
         """Compared last, so that a page with wrong content is reported as such and not as a wrong length."""
@@ -260,6 +289,15 @@ class Sanitizer(KVObserver):
                 page=page,
                 writer=shadow.writers[size - 1],
             )
+        if not self._kept.keeps(group, page_number, self._ends.get(sequence.id, ())):
+            self._fail(
+                "I9",
+                "a page was kept that no hit can need",
+                request=sequence.id,
+                group=group,
+                position=page_number * size,
+                page=page,
+            )
         shadow.published = True
         if self.checksums is not None:
             self.checksums.seal(group, page)
@@ -341,13 +379,16 @@ class Sanitizer(KVObserver):
 
     def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
         """I9: a full durable page that a hit may need is in the index, as this page or as an equal one."""
+        ends = self._ends.get(sequence.id, ())
+        numbers = range(first_page, stop_page)
+        self._check_kept(sequence, group, [n for n in numbers if self._kept.keeps(group, n, ends)])
+
+    def _check_kept(self, sequence: SequenceKV, group: int, numbers: Sequence[int]) -> None:
         size, reach = self.layout.groups[group].page_tokens, self._reach[group]
         state, hashes = sequence.groups[group], self._hashes(sequence)
-        for number in range(first_page, stop_page):
+        for number in numbers:
             place = (number + 1) * size + reach
-            if not self._expected.retains(group, number) or place >= len(hashes):
-                continue
-            if hashes[place] not in self._available[group]:
+            if place < len(hashes) and hashes[place] not in self._available[group]:
                 self._fail(
                     "I9",
                     "a full page that a hit needs was not kept",

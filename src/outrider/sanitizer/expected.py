@@ -1,6 +1,6 @@
-"""What a hit and a retained page ought to be: the rules of docs/architecture.md, slot by slot, without an index.
+"""What a hit ought to be: the rules of docs/architecture.md, slot by slot, without an index.
 
-Written apart from outrider.kv.search and the group kinds' retention, so that the two can be compared.
+Written apart from outrider.kv.search, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class ExpectedHits:
         self._available = available
         self._divisible = divisible
         self._tier_holds = tier_holds
-        self._retained: dict[tuple[int, int], bool] = {}
 
     def search(
         self, hashes: Sequence[int], limit: int, *, draft: bool, tiers: bool = True, media: Sequence[Media] = ()
@@ -96,19 +95,12 @@ class ExpectedHits:
                 return end
         return 0
 
-    def retains(self, group: int, number: int) -> bool:
-        """Does any hit at an aligned boundary, or within the margin before one, need a slot of this page?"""
-        known = self._retained.get((group, number))
-        if known is None:
-            layout = self._layout
-            size, kind = layout.groups[group].page_tokens, layout.groups[group].kind
-            first, stop = number * size, (number + 1) * size
-            farthest = stop + layout.margin + kind.resident_tokens(1 << 30, 0, layout.margin)
-            boundary = first // layout.alignment * layout.alignment
-            known = False
-            while not known and boundary <= min(farthest, stop + (1 << 16)):
-                boundary += layout.alignment
-                needed = kind.needed(boundary, layout.margin)
-                known = needed.start < stop and first < boundary
-            self._retained[group, number] = known
-        return known
+    def shared_end(self, hashes: Sequence[int], limit: int, *, tiers: bool, media: Sequence[Media]) -> int:
+        """How much of the sequence the groups that read everything hold from its beginning on."""
+        ends = [limit]
+        kinds = [(g, self._layout.groups[g].kind) for g in self._layout.target_groups]
+        reading_all = [g for g, kind in kinds if kind.needed(limit + 1).start == 0 and kind.freed_at(0) is None]
+        for group in reading_all:
+            starts = self._runs(group, hashes, limit, tiers, media)
+            ends.append(max(end for end in range(limit + 1) if starts[end] == 0))
+        return min(ends) if reading_all else 0

@@ -140,11 +140,46 @@ def publish_last_sampled(original: Any) -> Any:
     return publish
 
 
-def mask_without_margin(original: Any) -> Any:
-    def retains(self: Any, page: Interval, *, alignment: int, margin: int) -> bool:
-        return bool(original(self, page, alignment=alignment, margin=0))
+def _without_margin(mask: Any) -> Any:
+    mask._margin = 0
+    mask.keeps_all = tuple(map(mask._needs_all, range(len(mask.keeps_all))))
+    return mask
 
-    return retains
+
+def mask_without_margin(original: Any) -> Any:
+    return lambda layout, retention: _without_margin(original(layout, retention))
+
+
+def tier_mask_without_margin(name: str) -> Any:
+    def change(original: Any) -> Any:
+        def wants(self: Any, group: int, page_number: int, marks: Any) -> bool:
+            if self.name == name:
+                _without_margin(self.mask)
+            return bool(original(self, group, page_number, marks))
+
+        return wants
+
+    return change
+
+
+def mask_keeps_everything(original: Any) -> Any:
+    def runs(self: Any, group: int, first: int, stop: int, marks: Any) -> Any:
+        return [(first, stop)]
+
+    return runs
+
+
+def drafts_kept_for_boundaries_only(original: Any) -> Any:
+    def make(layout: Any, retention: Any) -> Any:
+        mask = original(layout, retention)
+        mask.keeps_all = tuple(map(mask._needs_all, range(len(mask.keeps_all))))
+        return mask
+
+    return make
+
+
+def nothing_shared(original: Any) -> Any:
+    return lambda target, limit: 0
 
 
 def drop_last_block(original: Any) -> Any:
@@ -222,20 +257,31 @@ def free_behind_speculation(original: Any) -> Any:
     return free_behind
 
 
+def free_behind_nothing(original: Any) -> Any:
+    return lambda self, sequence, margin: None
+
+
+def free_under_the_end(original: Any) -> Any:
+    def held_from(self: Any, group: int, end: int, margin: int) -> int:
+        return int(self._kinds[group].needed(end, margin).start)
+
+    return held_from
+
+
 def free_under_tap_rows(original: Any) -> Any:
     def start_at(self: Any, sequence: Any, end: int) -> None:
         sequence.committed = end
-        self._advance(sequence, margin=0)
+        self.progress.advance(sequence, margin=0)
         self.holdings.measure_room(sequence)
 
     return start_at
 
 
 def release_twice(original: Any) -> Any:
-    def close(self: Any, sequence: Any) -> None:
+    def close(self: Any, sequence: Any, **others: Any) -> None:
         for group, state in enumerate(sequence.groups):
             self.holdings.give_back(group, state.held()[:1])
-        original(self, sequence)
+        original(self, sequence, **others)
 
     return close
 
@@ -359,7 +405,7 @@ def publish_each_arrival(original: Any) -> Any:
         original(self, sequence, load)
         if load.key is None and load.group < self.layout.num_target:
             sequence.committed = load.interval.end
-            self.publish(sequence)
+            self.progress.publish(sequence)
             sequence.committed = 0
 
     return import_interval

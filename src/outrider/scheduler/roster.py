@@ -73,7 +73,7 @@ class Roster:
         self.leave(request)
         request.state = State.FINISHED
         request.finish = reason
-        self._kv.close(request.kv)
+        self._kv.close(request.kv, keep_end=reason != "failed")
         del self.requests[request.id]
         return aside
 
@@ -100,10 +100,10 @@ class Roster:
         candidates = [c for c in (self.decoding.last(), self.prefilling.last()) if c is not None]
         return max(candidates, key=lambda c: c.rank, default=None)
 
-    def preempt(self, victim: Request) -> None:
+    def preempt(self, victim: Request, *, keep_end: bool = True) -> None:
         """Recompute it later. After a few times it is protected: it then goes before all unprotected ones."""
         self.leave(victim)
-        self._kv.release(victim.kv)
+        self._kv.release(victim.kv, keep_end=keep_end)
         victim.epoch += 1
         victim.preemptions += 1
         victim.drafts = victim.proposed = 0

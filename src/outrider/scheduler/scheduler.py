@@ -222,7 +222,7 @@ class Scheduler:
             return False
         if self.num_running and not self.kv.has_room(kv, len(request.tokens)):
             # Better to wait than to start a prompt that would soon be preempted.
-            self.kv.release(kv)
+            self.kv.release(kv, keep_end=False)
             return False
         request.fresh = True
         if admission.loads:
@@ -391,7 +391,7 @@ class Scheduler:
                 ended.append(request.id)
                 aside += self._forget(request, "failed")
             elif request.state is not State.WAITING:
-                self.roster.preempt(request)
+                self.roster.preempt(request, keep_end=False)
         return Abandoned(ended, aside)
 
     def _repair(self) -> None:

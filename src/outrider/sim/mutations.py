@@ -21,6 +21,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
     layout = scenario.layout()
     footprint = layout.footprint
     drafting = any(request.k for request in scenario.requests)
+    windows = [group.window for group in (*scenario.target, *scenario.draft) if group.window]
     found = {
         "drafts": bool(footprint.groups) and drafting,
         "block": footprint.proposing is Proposing.BLOCK and drafting,
@@ -32,10 +33,14 @@ def traits(scenario: Scenario) -> frozenset[str]:
             {spec.page_bytes for spec in layout.target} & {spec.page_bytes for spec in footprint.groups}
         ),
         "sliding": any(group.window for group in scenario.target),
+        "sliding_drafts": any(group.window for group in scenario.draft) and drafting,
         "split": scenario.split,
         "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
-        "tier": scenario.tier_share > 0,
-        "loads": scenario.split or scenario.tier_share > 0,
+        "ends": bool(windows) and scenario.retention != "dense" and scenario.prefix_caching,
+        "tier": scenario.tier_share > 0 or scenario.host_share > 0,
+        "host_tier": bool(windows) and scenario.host_share > 0,
+        "remote_tier": bool(windows) and scenario.tier_share > 0,
+        "loads": scenario.split or scenario.tier_share > 0 or scenario.host_share > 0,
         "transfer_faults": scenario.transfer_faults > 0,
         "in_flight": scenario.step_in_flight,
         "abort": any(fault.kind == "abort" for fault in scenario.faults),

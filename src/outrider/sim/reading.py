@@ -6,6 +6,7 @@ from collections import Counter
 from math import isfinite
 
 from outrider.errors import OutriderError, TraceError
+from outrider.kv.retention import Retention
 from outrider.scheduler import LoadFailure, Role
 from outrider.scheduler.request import token_array
 from outrider.sim.plain import read
@@ -43,11 +44,13 @@ def _build(scenario: Scenario) -> None:
         if slots > MOST_SLOTS:
             raise TraceError(f"it takes up to {slots} slots, and a simulation may have {MOST_SLOTS}; make it smaller")
     scenario.scheduler_config(Role.BOTH)
+    for policy in (scenario.tier_retention, scenario.host_retention):
+        Retention.of(policy)
 
 
 def _problem(scenario: Scenario) -> str | None:
     """The first thing that no constructor would notice."""
-    for name in ("acceptance", "transfer_faults", "tier_share"):
+    for name in ("acceptance", "transfer_faults", "tier_share", "host_share"):
         if not 0 <= getattr(scenario, name) <= 1:
             return f"{name} must lie between 0 and 1, got {getattr(scenario, name)}"
     if not isfinite(scenario.arena_slack) or not 0 <= scenario.arena_slack <= MOST_SLACK:
@@ -99,6 +102,7 @@ def _fault_problem(scenario: Scenario) -> str | None:
         if fault.at < 0:
             return f"fault {fault.kind!r} comes at a negative tick; use 0 or more"
     forks = [request.id for request in scenario.requests if request.n > 1]
-    if scenario.one_by_one and (scenario.split or scenario.faults or scenario.tier_share or forks):
+    tiers = scenario.tier_share or scenario.host_share
+    if scenario.one_by_one and (scenario.split or scenario.faults or tiers or forks):
         return "one_by_one compares hits with a run without drafts: leave peers, faults, tiers and forks out"
     return None

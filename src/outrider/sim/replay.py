@@ -123,6 +123,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, transfer_faults=0.0)
     if scenario.tier_share:
         yield replace(scenario, tier_share=0.0)
+    if scenario.host_share:
+        yield replace(scenario, host_share=0.0)
+    if scenario.retention != "dense":
+        yield replace(scenario, retention="dense")
     if scenario.step_in_flight:
         yield replace(scenario, step_in_flight=False)
     for number, request in enumerate(requests):

@@ -10,6 +10,7 @@ from outrider.kv.footprint import GroupSpec, KVFootprint
 from outrider.kv.groups import group_kind
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.prefix import CacheIdentity, Media
+from outrider.kv.retention import Retention
 from outrider.kv.sizing import worst_case_pages
 from outrider.scheduler import LoadFailure, RequestSpec, Role, SchedulerConfig
 from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
@@ -117,7 +118,13 @@ class Scenario:
     load_failure: str = "recompute"
     transfer_faults: float = 0.0
     tier_share: float = 0.0
-    """Share of published pages that a second tier takes over; 0: no tier."""
+    """Share of published pages that a remote tier takes over; 0: no tier."""
+    host_share: float = 0.0
+    """The same for a host tier, which dies with its worker."""
+    retention: str = "dense"
+    """What each tier keeps of groups with a window, the device and those behind it: as the setting is written."""
+    tier_retention: str = "dense"
+    host_retention: str = "dense"
     one_by_one: bool = False
     requests: tuple[RequestDraw, ...] = ()
     faults: tuple[FaultDraw, ...] = ()
@@ -169,6 +176,7 @@ class Scenario:
             step_tokens=min(self.max_chunk_tokens, self.max_num_batched_tokens),
             steps_ahead=2 if self.step_in_flight else 1,
             prefix_caching=self.prefix_caching,
+            retention=Retention.of(self.retention),
             keep_margin=layout.margin if peer else 0,
         )
         if self.one_by_one:
@@ -317,7 +325,37 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
         scenario, requests = squeezed(scenario, requests, random)
     peer_weights = "another" if scenario.split and random.random() < 0.05 else WEIGHTS
     block_rows = random.choice((0, 2, 5, 8)) if scenario.draft else 0
-    return replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights, block_rows=block_rows)
+    scenario = replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights, block_rows=block_rows)
+    if random.random() < 0.15:
+        scenario = large_beside_small(scenario, random)
+    return with_retention(scenario, random)
+
+
+def large_beside_small(scenario: Scenario, random: Random) -> Scenario:
+    """A full group with large pages beside a sliding one with small pages, so that hits are kept for few boundaries;
+    drafters in a sliding group of their own."""
+    small = random.choice((1, 2, 4))
+    target = (
+        GroupDraw(page_tokens=random.choice((8, 16)), slot_bytes=1),
+        GroupDraw(page_tokens=small, slot_bytes=4, window=random.choice((3, 5, 8, 9))),
+    )
+    draft = (GroupDraw(page_tokens=small, slot_bytes=4, window=random.choice((3, 5, 8))),) if scenario.draft else ()
+    peer: dict[str, Any] = {}
+    if scenario.split:
+        peer["peer_target_pages"] = tuple(random.choice((g.page_tokens, g.page_tokens * 2)) for g in target)
+        peer["peer_draft_pages"] = tuple(random.choice((g.page_tokens, 3)) for g in draft)
+    return replace(scenario, target=target, draft=draft, **peer)
+
+
+RETENTIONS = ("dense", "dense", "tail", "tail", "5", "24")
+
+
+def with_retention(scenario: Scenario, random: Random) -> Scenario:
+    """A policy for every tier, and now and then a host tier."""
+    alone = not scenario.split and not scenario.one_by_one
+    host_share = random.choice((0.0, 0.0, 0.0, 0.6, 1.0)) if alone else 0.0
+    device, remote, host = (random.choice(RETENTIONS) for _ in range(3))
+    return replace(scenario, host_share=host_share, retention=device, tier_retention=remote, host_retention=host)
 
 
 def squeezed(

@@ -1,8 +1,17 @@
-"""A second tier of the cache, as the simulation sees it: pages by key, first in, first out."""
+"""Further tiers of the cache, as the simulation sees them: pages by key, first in, first out.
+
+A host tier belongs to one worker and dies with it; a remote one outlives workers. Each takes over what a device
+publishes, as far as its own policy keeps it, by the same mask.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from outrider.kv.layout import KVLayout
+from outrider.kv.retention import Marks, Retention, RetentionMask
+
+HOST, REMOTE = "host", "remote"
 
 
 class TierPage(NamedTuple):
@@ -13,10 +22,19 @@ class TierPage(NamedTuple):
 class FakeTier:
     """Answers contains() for the hit search, and hands pages out if it still has them."""
 
-    def __init__(self, capacity_pages: int) -> None:
+    def __init__(self, name: str, layout: KVLayout, retention: Retention, *, share: float, capacity_pages: int) -> None:
+        self.name = name
+        self.retention = retention
+        self.share = share
+        """Of the pages it is offered and wants, those it really takes: a tier may be busy, or down."""
+        self.mask = RetentionMask(layout, retention)
         self._capacity = capacity_pages
         self._pages: dict[tuple[int, bytes], TierPage] = {}
         self._last_ids: set[tuple[int, int]] = set()
+
+    def wants(self, group: int, page_number: int, marks: Marks) -> bool:
+        """Is a page that the device publishes worth keeping here too?"""
+        return self.mask.keeps(group, page_number, marks)
 
     def contains(self, group: int, key: bytes) -> bool:
         return (group, key) in self._pages

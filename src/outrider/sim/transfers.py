@@ -160,8 +160,9 @@ class Transfers:
     def _tier_landed(self, worker: Worker, pull: Pull, load: Load, fate: TransferFate) -> None:
         if not worker.alive or pull.cancelled:
             return
-        assert self._world.tier is not None and load.key is not None
-        page = self._world.tier.get(load.group, load.key)
+        assert load.key is not None
+        found = (tier.get(load.group, load.key) for tier in worker.tiers)
+        page = next((page for page in found if page is not None), None)
         sequence = worker.kv.sequences.get(pull.request)
         if sequence is None or load not in sequence.loads:
             return
@@ -227,15 +228,19 @@ class Transfers:
             self._world.at(max([0, *(tick - self._world.now for tick in pull.landing)]) + 1, destroy)
 
     def offload(self, worker: Worker) -> None:
-        """A second tier takes over some of the pages that were published."""
+        """Further tiers take over some of the pages that were published."""
         pages, worker.sanitizer.new_pages = worker.sanitizer.new_pages, []
-        if self._world.tier is None:
-            return
-        for group, page, key in pages:
-            size = worker.layout.groups[group].page_tokens
-            arena = worker.kv.pool.arenas[worker.layout.arena_of[group]]
-            taken = chance(self._world.scenario.seed, "tier", key) < self._world.scenario.tier_share
-            if taken and arena.published[page]:
-                ids, _states = worker.sanitizer.steps.slots(group, page, 0, size)
-                values = worker.device.memory[arena.index][page][:size]
-                self._world.tier.put(group, key, TierPage(list(values), ids))
+        for tier in worker.tiers:
+            for new in pages:
+                arena = worker.kv.pool.arenas[worker.layout.arena_of[new.group]]
+                taken = chance(self._world.scenario.seed, "tier", tier.name, new.key) < tier.share
+                if not taken or not arena.published[new.page]:
+                    continue
+                wanted = tier.wants(new.group, new.page_number, new.marks)
+                worker.sanitizer.check_tier(tier, new, wanted=wanted)
+                if wanted:
+                    size = worker.layout.groups[new.group].page_tokens
+                    ids, _states = worker.sanitizer.steps.slots(new.group, new.page, 0, size)
+                    values = worker.device.memory[arena.index][new.page][:size]
+                    tier.put(new.group, new.key, TierPage(list(values), ids))
+                    self._world.result.faults[f"{tier.name}_tier_page"] += 1

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit
+from outrider.kv.retention import Marks, Retention
 from outrider.sanitizer import Mode, Sanitizer
+from outrider.sanitizer.kept import ExpectedKept
 from outrider.scheduler import Role, Scheduler, StepPlan, Update, Verdict
 from outrider.sim.device import FakeDevice
 from outrider.sim.scenario import Scenario
-from outrider.sim.tier import FakeTier
+from outrider.sim.tier import HOST, FakeTier
 from outrider.transfer.connector import LeaseBook
 
 LEASE_TICKS = 40
+
+
+class NewPage(NamedTuple):
+    """A page that a device has published, and that further tiers may take over."""
+
+    group: int
+    page_number: int
+    page: int
+    key: bytes
+    marks: Marks
+    ends: tuple[int, ...]
+    """What the marks should be made of."""
+    sequence: str
 
 
 class WatchingSanitizer(Sanitizer):
@@ -26,9 +42,12 @@ class WatchingSanitizer(Sanitizer):
         super().__init__(layout, config, mode=mode)
         self.hits: list[tuple[str, int]] = []
         self.hit_mismatches = 0
+        self._kept_in: dict[str, ExpectedKept] = {}
+        self.ends_kept = 0
+        self.shared_prefixes_marked = 0
         self.media_hits = 0
         self.adapter_hits = 0
-        self.new_pages: list[tuple[int, int, bytes]] = []
+        self.new_pages: list[NewPage] = []
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         assert self._manager is not None
@@ -42,7 +61,31 @@ class WatchingSanitizer(Sanitizer):
 
     def published(self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes) -> None:
         super().published(sequence, group, page_number, page, key)
-        self.new_pages.append((group, page, key))
+        ends = self._ends.get(sequence.id, ())
+        self.new_pages.append(NewPage(group, page_number, page, key, sequence.marks, ends, sequence.id))
+
+    def admitted(self, sequence: SequenceKV) -> None:
+        super().admitted(sequence)
+        # One mark is the prompt's own end.
+        self.shared_prefixes_marked += any(sequence.hit < mark < len(sequence.tokens) for mark in sequence.marks[:-1])
+
+    def end_kept(self, sequence: SequenceKV) -> None:
+        super().end_kept(sequence)
+        self.ends_kept += 1
+
+    def check_tier(self, tier: FakeTier, new: NewPage, *, wanted: bool) -> None:
+        """I9: a tier wants exactly those pages that a hit may need from it."""
+        if tier.name not in self._kept_in:
+            self._kept_in[tier.name] = ExpectedKept(self.layout, tier.retention)
+        if wanted != self._kept_in[tier.name].keeps(new.group, new.page_number, new.ends):
+            self._fail(
+                "I9",
+                f"a page that {'no hit can need is' if wanted else 'a hit needs is not'} kept in the {tier.name} tier",
+                request=new.sequence,
+                group=new.group,
+                position=new.page_number * self.layout.groups[new.group].page_tokens,
+                page=new.page,
+            )
 
 
 @dataclass
@@ -62,7 +105,7 @@ class Worker:
     role: Role
     on_stale_draft: Callable[[str, int], None]
     on_plan: Callable[[StepPlan, Verdict], None]
-    tier: FakeTier | None = None
+    remote_tier: FakeTier | None = None
     alive: bool = True
     steps: int = 0
     flying: list[InFlight] = field(default_factory=list)
@@ -71,12 +114,10 @@ class Worker:
         scenario = self.scenario
         config = scenario.kv_config(self.layout, peer=self.role is Role.PREFILL)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
-        self.kv = KVManager(
-            self.layout, config, observer=self.sanitizer, tiers=(self.tier,) if self.tier is not None else ()
-        )
+        self.tiers = self._tiers()
+        self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers)
         self.sanitizer.bind(self.kv)
-        if self.tier is not None:
-            self.sanitizer.tier_holds = self.tier.holds_identity
+        self.sanitizer.tier_holds = lambda group, identity: any(t.holds_identity(group, identity) for t in self.tiers)
         self.scheduler = Scheduler(scenario.scheduler_config(self.role), self.kv)
         self.device = FakeDevice(
             self.layout,
@@ -87,6 +128,14 @@ class Worker:
             on_stale_draft=self.on_stale_draft,
         )
         self.leases = LeaseBook(duration=LEASE_TICKS)
+
+    def _tiers(self) -> tuple[FakeTier, ...]:
+        """The nearest first."""
+        scenario, tiers = self.scenario, []
+        if scenario.host_share > 0:
+            retention = Retention.of(scenario.host_retention)
+            tiers.append(FakeTier(HOST, self.layout, retention, share=scenario.host_share, capacity_pages=60))
+        return (*tiers, self.remote_tier) if self.remote_tier is not None else tuple(tiers)
 
     @property
     def idle(self) -> bool:

@@ -14,11 +14,12 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from outrider.errors import InvariantViolation, RequestError, TransferError
+from outrider.kv.retention import Retention
 from outrider.scheduler import Role, State, StepPlan, Update, Verdict
 from outrider.sim.device import DeviceRequest, fork_seed
 from outrider.sim.oracle import FakeModel, Inputs, Reference, chance
 from outrider.sim.scenario import STOP_TOKENS, RequestDraw, Scenario
-from outrider.sim.tier import FakeTier
+from outrider.sim.tier import REMOTE, FakeTier
 from outrider.sim.transfers import Transfers
 from outrider.sim.worker import Worker
 from outrider.transfer.connector import Offer, offered_intervals
@@ -84,8 +85,7 @@ class World:
         self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
         self._transfers = Transfers(self)
-        roomy = chance(scenario.seed, "tier") < 0.5
-        self.tier = FakeTier(capacity_pages=400 if roomy else 24) if scenario.tier_share > 0 else None
+        self.tier = self._remote_tier() if scenario.tier_share > 0 else None
         self.workers = {"decode": self._make("decode")}
         if scenario.split:
             self.workers["prefill"] = self._make("prefill")
@@ -104,7 +104,18 @@ class World:
             role=role,
             on_stale_draft=self._stale_draft,
             on_plan=self._record,
-            tier=self.tier,
+            remote_tier=self.tier,
+        )
+
+    def _remote_tier(self) -> FakeTier:
+        scenario = self.scenario
+        roomy = chance(scenario.seed, "tier") < 0.5
+        return FakeTier(
+            REMOTE,
+            scenario.layout(),
+            Retention.of(scenario.tier_retention),
+            share=scenario.tier_share,
+            capacity_pages=400 if roomy else 24,
         )
 
     def watch(self, listener: Callable[[StepPlan, Verdict], None]) -> None:
@@ -162,6 +173,8 @@ class World:
         result.faults["draft_groups_dropped"] += worker.kv.dropped_drafts
         result.faults["media_hit"] += worker.sanitizer.media_hits
         result.faults["adapter_hit"] += worker.sanitizer.adapter_hits
+        result.faults["end_kept"] += worker.sanitizer.ends_kept
+        result.faults["shared_prefix_marked"] += worker.sanitizer.shared_prefixes_marked
         result.hit_mismatches += worker.sanitizer.hit_mismatches
         result.hits += worker.sanitizer.hits
         result.drafts += scheduler.num_draft_tokens

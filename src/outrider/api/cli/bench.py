@@ -14,8 +14,11 @@ from rich.table import Table
 
 from outrider.api.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
 from outrider.api.cli.bench_decode import DECODE_HELP, bench_decode
+from outrider.api.cli.bench_prefix import PREFIX_HELP, bench_prefix
+from outrider.api.cli.bench_windows import print_windows
 from outrider.api.cli.wording import counted
 from outrider.bench.kv import REFERENCE_SOURCE, KVBenchConfig, Workload, measure
+from outrider.bench.kv_windows import measure_windows
 from outrider.speculative.footprints import FOOTPRINTS
 
 DEFAULT_REPEATS = 5
@@ -25,7 +28,8 @@ REFERENCE_METHOD = "eagle"
 QUICK_REQUESTS = 512
 
 bench_app = typer.Typer(
-    help="Measure: how fast text is generated, how many drafts are accepted, what the scheduler and the KV core cost.",
+    help="Measure: how fast text is generated, how many drafts are accepted, what the prefix cache finds, what the "
+    "scheduler and the KV core cost.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,6 +38,7 @@ bench_app = typer.Typer(
 
 bench_app.command("decode", help=DECODE_HELP)(bench_decode)
 bench_app.command("acceptance", help=ACCEPTANCE_HELP)(bench_acceptance)
+bench_app.command("prefix", help=PREFIX_HELP)(bench_prefix)
 
 
 # Given as text, since typer would keep the line breaks of a docstring.
@@ -42,7 +47,8 @@ KV_HELP = (
     "Serves 1,000 requests of 1,024 prompt tokens that share their first 512, on pages of 16, and generates "
     "64 tokens for each. No model runs: verdicts are made up. Reports the time that the scheduler and the KV "
     "core take per [bold]request-step[/bold] (one request in one step), how it grows with more requests and "
-    "more cached pages, and what one prompt of 32,768 tokens costs."
+    "more cached pages, and what one prompt of 32,768 tokens costs; the same for models with windows, beside a model "
+    "without, and the memory that a text of 8,192 tokens holds there while it decodes."
 )
 
 
@@ -82,8 +88,11 @@ def bench_kv(
         running=running,
     )
     config = KVBenchConfig(workload=workload, repeats=repeats or (QUICK_REPEATS if quick else DEFAULT_REPEATS))
-    with _progress(config.measurements) as told:
+    with _progress(config.measurements + config.repeats) as told:
         report = measure(config, told).to_json()
+        report["windows"] = measure_windows(
+            method, k, prompt_tokens=config.lookup_tokens, rounds=config.repeats, progress=told
+        ).to_json()
     if workload != Workload(method=REFERENCE_METHOD):
         # The reference served the default workload: beside another one its figures say nothing.
         report["reference"] = None
@@ -143,6 +152,7 @@ def _print_tables(report: dict[str, Any]) -> None:
     title = f"One prompt of {config['lookup_tokens']:,} tokens"
     console.print(_compared(title, LOOKUP, "ms", lookup, best_lookup, report))
     console.print(_scaling(report))
+    print_windows(console, report["windows"])
     console.print(
         f"{report['steps_per_second']:.0f} steps a second. Peak memory {report['peak_rss_main_mb']:.0f} MB "
         f"while serving, {report['peak_rss_mb']:.0f} MB with scaling."

@@ -19,7 +19,7 @@ from outrider.api.cli.terminal import errors, loading, out
 from outrider.api.cli.wording import counted
 from outrider.api.doctor.findings import Finding, Status
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from outrider.api.doctor.drafter import DrafterReport, Figures
@@ -33,6 +33,7 @@ STYLES = {Status.OK: ("ok", "green"), Status.NOTE: ("note", "yellow"), Status.PR
 
 CHECK = "Lossless check"
 DRAFTER = "Drafter"
+MEMORY = "Memory"
 DOCTOR_HELP = (
     "Look at the environment, the model, the drafter and the kernels.\n\n"
     "At the end a few prompts run with and without speculation, greedy and seeded, and are compared token for "
@@ -43,12 +44,14 @@ DOCTOR_HELP = (
     "and from a warm prefix cache, and with other target layers. It says whether the drafter [bold]fits[/bold], is a "
     "[bold]weak drafter[/bold], reads the [bold]wrong layer ids[/bold] (and which would be right), was made for the "
     "[bold]wrong target[/bold], or meets [bold]stale KV[/bold].\n\n"
+    "[bold]--memory[/bold] shows which layers share pages, which groups share an arena, and how many requests fit.\n\n"
     "Exit status: 0 if all is well or a drafter is merely weak, 1 if anything is wrong, 2 if the command was called "
     "wrongly.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider doctor\n\n"
     "  outrider doctor --lossless --prompts 32 --max-tokens 64\n\n"
     "  outrider doctor --drafter ./drafter\n\n"
+    "  outrider doctor ./model --memory --drafter ./drafter --kv-retention tail\n\n"
     "  outrider doctor --lossless --sanitizer raise --sanitizer-level bytes --json"
 )
 
@@ -127,6 +130,14 @@ def doctor(
             rich_help_panel=DRAFTER,
         ),
     ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Only show who gets what of the memory for KV, with the drafter that is given.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")] = False,
     model: ModelOptions,
     engine: EngineOptions,
@@ -139,6 +150,13 @@ def doctor(
         given = SpeculativeConfig.of(speculative)
     else:
         asked = DrafterQuestion(speculative, method=method, drafter=drafter)
+    if memory:
+        if lossless:
+            raise ConfigError("--memory and --lossless do different things; give one of them")
+        from outrider.api.cli.doctor_memory import show_memory
+
+        show_memory(replace(config, speculative_config=asked.speculation() if asked else given), as_json=as_json)
+        return
 
     from outrider.api.doctor.environment import look_at_environment
 

@@ -101,6 +101,15 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = False
+    kv_retention: Annotated[
+        str,
+        typer.Option(
+            help="What the cache keeps of layers with a window: dense, tail (ends and shared prefixes), or every so "
+            "many tokens.",
+            metavar="dense|tail|TOKENS",
+            rich_help_panel=ENGINE,
+        ),
+    ] = str(_DEFAULTS.kv_retention)
     # The default, so that nobody needs it; scripts for other engines have it. As a pair the two would not fit
     # into the width of a help page.
     enable_prefix_caching: Annotated[bool, typer.Option("--enable-prefix-caching", hidden=True)] = False

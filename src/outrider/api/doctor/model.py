@@ -7,8 +7,8 @@ from math import prod
 
 from outrider.api.doctor.findings import Finding, Status, bytes_text
 from outrider.engine.engine import Engine
+from outrider.engine.memory import tokens_held
 from outrider.kv.footprint import KVFootprint
-from outrider.kv.layout import KVLayout
 from outrider.models.parameters import DecoderParameters, DenseMLP, Matrix
 from outrider.models.resolve import resolve_model
 from outrider.models.spec import DecoderSpec
@@ -22,7 +22,7 @@ def look_at_model(engine: Engine, name: str) -> list[Finding]:
     stored = size < count * model.dtype.itemsize
     kept = ", weights as the file has them" if stored else ""
     slot_bytes = sum(group.slot_bytes for group in kv.layout.groups[: kv.layout.num_target])
-    tokens = tokens_held(kv.layout, kv.config.arena_pages)
+    tokens = tokens_held(kv.layout, kv.config)
     template = model.chat_template
     return [
         Finding("model", f"{model.name}, from {path}"),
@@ -80,15 +80,6 @@ def parameter_count(parameters: DecoderParameters) -> tuple[int, int]:
         tensors |= {id(tensor): tensor for tensor in others if tensor is not None}
     count = sum(prod(tensor.shape) for tensor in tensors.values())
     return count, sum(tensor.nbytes for tensor in tensors.values())
-
-
-def tokens_held(layout: KVLayout, arena_pages: tuple[int, ...]) -> int:
-    """How many tokens of KV the arenas hold, where every group of an arena gets as many pages."""
-    sharing = Counter(layout.arena_of)
-    return min(
-        (arena_pages[arena] - 1) // sharing[arena] * spec.page_tokens
-        for spec, arena in zip(layout.groups, layout.arena_of, strict=True)
-    )
 
 
 def look_at_drafter(engine: Engine) -> Finding:

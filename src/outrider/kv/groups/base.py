@@ -19,6 +19,9 @@ class HeldPages(Protocol):
     def whole_prefix(self, max_pages: int) -> int:
         """How many of the first `max_pages` pages can be had whole, without a gap."""
 
+    def last_found(self, page: int) -> int:
+        """The last page, at or before this one, of which any slot can be had; -1 if there is none."""
+
 
 class GroupKind(ABC):
     """A rule for which earlier positions a query still reads."""
@@ -52,16 +55,3 @@ class GroupKind(ABC):
     def first_key(self, position: int) -> int:
         """The first position that a query at `position` reads."""
         return self.needed(position).start if position else 0
-
-    def retains(self, page: Interval, *, alignment: int, margin: int) -> bool:
-        """Is a full page worth keeping once its sequence has moved on?
-
-        A hit ends at a multiple b of `alignment`, or up to `margin` positions before one. The nearest b
-        past the page's start asks for the most of it, so it decides:
-
-            page            [s ----- e)
-            boundary                        b
-            needed(b)             [--------)        kept, since needed(b).start < e
-        """
-        boundary = (page.start // alignment + 1) * alignment
-        return self.needed(boundary, margin).start < page.end

@@ -34,9 +34,13 @@ class Sliding(GroupKind):
             if needed.empty:
                 return end
             page = (end - 1) // page_tokens
-            gap = page * page_tokens + leading_slots(page)
-            if gap < end:
-                end = gap
+            slots = leading_slots(page)
+            if not slots:
+                page = held.last_found(page - 1)
+                end = (page + 1) * page_tokens
+                continue
+            if page * page_tokens + slots < end:
+                end = page * page_tokens + slots
                 continue
             first = needed.start // page_tokens
             page -= 1

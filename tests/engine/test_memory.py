@@ -1,0 +1,146 @@
+"""Memory for KV: divided by what texts need, never less than one of them, and held only as long as it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.engine.tiny import tiny_engine, tiny_model, tiny_spec
+
+from outrider.engine.memory import arena_pages, kept_tokens, longest_text, sized, tokens_held, total_bytes, unsized
+from outrider.errors import ConfigError
+from outrider.kv import Full, GroupSpec, KVConfig, KVLayout, Sliding
+from outrider.kv.retention import Retention
+from outrider.kv.sizing import Sizing, decoding_pages, worst_case_pages
+from outrider.sampling import SamplingParams
+from outrider.speculative.footprints import DrafterShape, footprint_for
+
+MIB = 1 << 20
+
+
+def layout_of(*, draft_window: int | None = None) -> KVLayout:
+    draft = GroupSpec(
+        name="draft", kind=Sliding(draft_window) if draft_window else Full(), page_tokens=16, slot_bytes=512
+    )
+    return KVLayout(
+        target=(
+            GroupSpec(name="window", kind=Sliding(512), page_tokens=16, slot_bytes=15 * 256),
+            GroupSpec(name="full", kind=Full(), page_tokens=80, slot_bytes=3 * 256),
+        ),
+        footprint=footprint_for("dflash", DrafterShape(groups=(draft,), taps=(1,))),
+    )
+
+
+def config_of(layout: KVLayout, **settings: Any) -> KVConfig:
+    return unsized(layout, **({"max_model_len": 8192, "step_tokens": 512} | settings))
+
+
+@pytest.mark.parametrize("retention", ["dense", "tail", "2048"])
+@pytest.mark.parametrize("draft_window", [None, 256])
+def test_the_budget_is_used_and_the_longest_text_runs(retention: str, draft_window: int | None) -> None:
+    layout = layout_of(draft_window=draft_window)
+    config = config_of(layout, retention=Retention.of(retention))
+    for budget in (24 * MIB, 100 * MIB, 1000 * MIB):
+        assert longest_text(layout, config, k=4, budget_bytes=budget) == 8192
+        done = sized(layout, config, k=4, budget_bytes=budget, most_tokens=1 << 30)
+        used = total_bytes(layout, done.arena_pages)
+        assert budget - sum(layout.arena_page_bytes) <= used + sum(layout.arena_page_bytes)
+        assert used <= budget
+        assert Sizing(layout, done).longest(4, draft=True) == 8192
+
+
+def test_a_budget_that_is_too_small_gives_the_longest_text_that_runs() -> None:
+    layout = layout_of()
+    config = config_of(layout)
+    longest = longest_text(layout, config, k=4, budget_bytes=9 * MIB)
+    assert 512 < longest < 8192
+    for length, fits in ((longest, True), (longest + 1, False)):
+        pages = tuple(count + 1 for count in worst_case_pages(layout, config, length, 4, draft=True))
+        assert (total_bytes(layout, pages) <= 9 * MIB) == fits
+    with pytest.raises(ConfigError, match="do not hold a single page"):
+        longest_text(layout, config, k=4, budget_bytes=1000)
+
+
+def test_no_more_is_taken_than_all_requests_could_use() -> None:
+    layout = layout_of()
+    config = config_of(layout)
+    least = tuple(count + 1 for count in worst_case_pages(layout, config, 8192, 4, draft=True))
+    done = sized(layout, config, k=4, budget_bytes=1 << 40, most_tokens=100_000)
+    assert done.arena_pages == arena_pages(layout, config, tokens=100_000, least=least)
+    assert tokens_held(layout, done) >= 100_000
+
+
+def test_an_arena_of_windows_is_sized_by_what_the_policy_keeps() -> None:
+    layout = layout_of(draft_window=256)
+    kept = {
+        name: kept_tokens(layout, config_of(layout, retention=Retention.of(name)), 2, 4096)
+        for name in ("dense", "tail", "1024")
+    }
+    # Everything; a window while it runs, and the rows of a step; a window at every boundary.
+    assert kept["dense"] == 4096
+    assert 256 < kept["tail"] < 1024
+    assert kept["tail"] <= kept["1024"] < 2048
+    full = layout_of()
+    assert kept_tokens(full, config_of(full, retention=Retention.of("tail")), 2, 4096) == 4096
+
+
+def test_pages_while_decoding_are_what_a_sequence_holds() -> None:
+    layout = layout_of()
+    config = config_of(layout, retention=Retention.of("tail"))
+    window, full, draft = decoding_pages(layout, config, 8192, 4)
+    assert (full, draft) == (103, 513)
+    # A window, the boundary before the end and its margin, 1 + 4 rows, and a page at the ragged front.
+    assert window == -(-(511 + 79 + 2 + 5) // 16) + 1
+
+
+# ---- the engine ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retention", ["dense", "tail", 64])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_decoding_request_holds_a_window_and_not_its_text(retention: str | int, speculate: bool) -> None:
+    model = tiny_model(tiny_spec(windows=(16, 16, 16, 16, 16, None)))
+    engine = tiny_engine(model, speculate=speculate, block_size=4, kv_retention=retention)
+    kv = engine.scheduler.kv
+    assert [spec.page_tokens for spec in kv.layout.target] == [4, 20]
+    assert len(kv.layout.arena_page_bytes) == 1
+    engine.add_request("text", [7, 8, 9] * 40, SamplingParams(temperature=0, max_tokens=100))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        sequence = kv.sequences.get("text")
+        if sequence is not None and sequence.committed > 160:
+            window, full = sequence.groups
+            assert full.num_held == len(full.pages)
+            most = max(most, window.num_held)
+    behind = 0 if retention == "dense" else 19 + 2
+    assert 0 < most <= -(-(15 + behind + 1 + (4 if speculate else 0)) // 4) + 1
+
+
+def test_the_policy_is_a_setting() -> None:
+    with pytest.raises(ConfigError, match="kv_retention must be dense, tail, or an interval in tokens"):
+        tiny_engine(kv_retention="sparse")
+    engine = tiny_engine(tiny_model(tiny_spec(windows=(8, None))), kv_retention="tail")
+    assert engine.scheduler.kv.config.retention == Retention.of("tail")
+
+
+@pytest.mark.parametrize("retention", ["dense", "tail", 64])
+def test_texts_are_the_same_with_any_policy(retention: str | int) -> None:
+    model = tiny_model(tiny_spec(windows=(16, 16, None)))
+    params = SamplingParams(temperature=0, max_tokens=30)
+    texts = []
+    for settings in ({"enable_prefix_caching": False}, {"kv_retention": retention}):
+        engine = tiny_engine(model, block_size=4, speculate=True, **settings)
+        written = []
+        known = [3, 1, 4, 1, 5] * 8
+        for turn in range(4):
+            engine.add_request(str(turn), known, params)
+            output = engine.output(str(turn))
+            while engine.has_work:
+                engine.step()
+            written.append(list(output.outputs[0].token_ids))
+            if turn and settings.get("enable_prefix_caching", True):
+                assert output.metrics.cached_tokens >= (len(known) - 7) // 8 * 8 - 8
+            known = [*known, *written[-1], turn, 2, 7]
+        texts.append(written)
+    assert texts[0] == texts[1]
