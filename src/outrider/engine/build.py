@@ -108,7 +108,7 @@ def build_engine(
                     "speculative_config: pack_weights is for CPU kernels that read packed weights, which this engine "
                     "does not use; leave it out"
                 )
-            settings = DrafterSettings(
+            drafter_settings = DrafterSettings(
                 target=model,
                 ops=ops,
                 page_tokens=config.block_size,
@@ -120,7 +120,7 @@ def build_engine(
                 max_model_len=limit,
                 progress=progress,
             )
-            drafter = load_drafter(speculation, settings)
+            drafter = load_drafter(speculation, drafter_settings)
         k, least_confidence = _drafts_and_confidence(speculation, drafter, limit, device)
     if drafter is not None and drafter.footprint.block_rows + 2 > config.max_num_batched_tokens:
         raise ConfigError(
