@@ -85,6 +85,8 @@ class Engine:
         self.runner = runner
         self.sanitizer = sanitizer
         self.k = k
+        self.supports_grammars = False
+        """Can this engine make masks from a grammar? A request that brings one is refused otherwise."""
         self.speculation = SpeculationCounts()
         self.inside = Lock()
         """Held by the call that is at work; see `alone`."""
@@ -130,6 +132,11 @@ class Engine:
             raise RequestError(
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
+            )
+        if params.grammar is not None and not self.supports_grammars:
+            raise RequestError(
+                f"request {request_id!r}: output in a given form ({params.grammar.kind.value}) is not available in "
+                "this version; leave it out and check the text yourself"
             )
         self._end_leavers()
         prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids)
@@ -265,6 +272,11 @@ class Engine:
         if self.sanitizer is not None:
             self.sanitizer.forget(sequence)
 
+    @alone
+    def reset_prefix_cache(self) -> None:
+        """Prompts find nothing of what was computed so far; requests that run keep what they hold."""
+        self.scheduler.kv.reset_cache()
+
     def _close(self, live: LiveRequest) -> RequestOutput:
         live.output.finished = True
         live.output.metrics.finished_s = time.monotonic()
@@ -331,13 +343,12 @@ class Engine:
         return [live.output for live in changed.values()]
 
     def _note_row(self, row: StepRow, result: StepResult) -> None:
-        owner, number = self._owner[row.request]
-        live = self._live[owner]
-        if number == 0 and not live.output.metrics.steps:
-            # What the prefix cache gave, as known when its first rows were planned.
-            request = self.scheduler.requests.get(row.request)
-            if request is not None and request.epoch == 0:
-                live.output.metrics.cached_tokens = request.kv.hit
+        live = self._live[self._owner[row.request][0]]
+        metrics = live.output.metrics
+        if metrics.scheduled_s is None:
+            metrics.scheduled_s = time.monotonic()
+            # Where its first rows begin. It may have ended with them, so the scheduler cannot be asked.
+            metrics.cached_tokens = row.start
         for position, score in result.prompt_logprobs.get(row.request, ()):
             assert live.output.prompt_logprobs is not None
             live.output.prompt_logprobs[position] = score
