@@ -59,6 +59,7 @@ ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.errors",
         "outrider.kv.census",
         "outrider.runner.logprobs",
+        "outrider.sampling",
         "outrider.server.engine_process",
         "outrider.server.messages",
     ),

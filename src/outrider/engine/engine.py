@@ -294,10 +294,10 @@ class Engine:
         self._end_leavers()
         plan = None
         try:
-            plan = self.scheduler.schedule()
+            plan, planned_s = self.scheduler.schedule(), time.monotonic()
             result = self.runner.run(plan)
             updates = self.scheduler.commit(plan, result.verdict)
-            return self._hand_out(plan, result, updates)
+            return self._hand_out(plan, result, updates, planned_s)
         except BaseException as error:
             self._abandon(plan, error)
             raise
@@ -319,13 +319,15 @@ class Engine:
                 continuation.output.finish_reason = continuation.output.finish_reason or "error"
             self._close(live)
 
-    def _hand_out(self, plan: StepPlan, result: StepResult, updates: Sequence[Update]) -> list[RequestOutput]:
+    def _hand_out(
+        self, plan: StepPlan, result: StepResult, updates: Sequence[Update], planned_s: float
+    ) -> list[RequestOutput]:
         ran = {
             row.request: (row.drafts, len(tokens)) for row, tokens in zip(plan.rows, result.verdict.tokens, strict=True)
         }
         changed: dict[str, LiveRequest] = {}
         for row in plan.rows:
-            self._note_row(row, result)
+            self._note_row(row, result, planned_s)
         for update in updates:
             place = self._owner.get(update.request) or self._new_fork(update)
             if place is None:
@@ -342,11 +344,11 @@ class Engine:
                 self._close(live)
         return [live.output for live in changed.values()]
 
-    def _note_row(self, row: StepRow, result: StepResult) -> None:
+    def _note_row(self, row: StepRow, result: StepResult, planned_s: float) -> None:
         live = self._live[self._owner[row.request][0]]
         metrics = live.output.metrics
         if metrics.scheduled_s is None:
-            metrics.scheduled_s = time.monotonic()
+            metrics.scheduled_s = planned_s
             # Where its first rows begin. It may have ended with them, so the scheduler cannot be asked.
             metrics.cached_tokens = row.start
         for position, score in result.prompt_logprobs.get(row.request, ()):

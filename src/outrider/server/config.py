@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from outrider.errors import ConfigError
@@ -85,6 +86,10 @@ class ServerConfig:
         for name in ("grammar_compile_limit_s", "render_limit_s", "request_limit_s", "idle_limit_s", "drain_limit_s"):
             _seconds(getattr(self, name), name, zero=name == "drain_limit_s")
         _seconds(self.log_interval_s, "log_interval_s", zero=True)
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", self.metrics_prefix):
+            raise ConfigError(
+                f"metrics_prefix must be letters, digits, _ and :, such as 'vllm:', got {self.metrics_prefix!r}"
+            )
         self._check_keys()
 
     def _check_keys(self) -> None:

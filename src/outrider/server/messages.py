@@ -37,6 +37,8 @@ class Submit(Message, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    arrival_s: float
+    """When the client's request arrived; times are of the machine's monotonic clock, which processes share."""
     salt: str = ""
     priority: int = 0
     speculate: bool = True
@@ -140,10 +142,12 @@ class Ending(Record, frozen=True, kw_only=True):
     """Of a whole request, all its continuations."""
 
     arrival_s: float
-    """Times are of the machine's monotonic clock, which processes share."""
+    """At the front end."""
     scheduled_s: float | None
     first_token_s: float | None
     finished_s: float
+    prompt_tokens: int
+    generated_tokens: int
     cached_tokens: int
     steps: int
     speculation: SpeculationFigures
@@ -173,6 +177,8 @@ class Counters(Record, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    aborted: int = 0
+    """Requests whose clients left."""
     preemptions: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0

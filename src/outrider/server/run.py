@@ -20,6 +20,10 @@ from outrider.server.front.service import Service
 from outrider.server.front.supervisor import Supervisor
 from outrider.server.http.app import make_app
 from outrider.server.messages import Facts, Loading
+from outrider.server.observe.figures import Figures
+from outrider.server.observe.metrics import Metrics
+from outrider.server.observe.stat_log import log_figures
+from outrider.server.observe.tracing import make_tracer
 
 logger = logging.getLogger("outrider.server")
 
@@ -86,12 +90,18 @@ class _Run:
         self._listener = listener
 
     async def run(self) -> None:
+        figures = Figures()
+        tracer = make_tracer(self._config.otlp_traces_endpoint)
         supervisor = Supervisor(
             self._engine,
             grammar_compile_limit_s=self._config.grammar_compile_limit_s,
+            on_report=figures.take,
+            on_end=figures.engine_ended,
             on_loading=self._announcements.loading,
         )
-        service = Service(self._config, supervisor)
+        names = self._config.served_model_names or (self._engine.model,)
+        metrics = Metrics(self._config.metrics_prefix, figures, names[0])
+        service = Service(self._config, supervisor, metrics, tracer)
         app = make_app(service)
         server = _Server(
             uvicorn.Config(
@@ -104,10 +114,14 @@ class _Run:
             )
         )
         drain = Drain(service, server)
+        service.begin_drain = drain.begin
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, drain.asked)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        logging_figures = None
+        if self._config.log_interval_s:
+            logging_figures = asyncio.create_task(log_figures(figures, self._config.log_interval_s))
         supervisor.start()
         try:
             await self._become_ready(service, serving)
@@ -116,7 +130,10 @@ class _Run:
             server.should_exit = True
             await service.close()
             await supervisor.stop()
+            if logging_figures is not None:
+                logging_figures.cancel()
             await serving
+            tracer.close()
 
     async def _become_ready(self, service: Service, serving: asyncio.Task[None]) -> None:
         ready = service.supervisor.first_ready
@@ -138,11 +155,15 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
 
     def asked(self) -> None:
+        """By a signal."""
         if self._task is not None:
             self._server.should_exit = self._server.force_exit = True
-            return
-        self._service.draining = True
-        self._task = asyncio.create_task(self._drain())
+        self.begin()
+
+    def begin(self) -> None:
+        if self._task is None:
+            self._service.draining = True
+            self._task = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         limit_s, requests = self._service.config.drain_limit_s, self._service.supervisor.requests

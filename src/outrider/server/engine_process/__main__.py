@@ -39,17 +39,20 @@ def main() -> int:
         # Loading torch takes a while: what is above does not need it.
         from outrider.engine.build import build_engine
         from outrider.server.engine_process.loop import EngineLoop
+        from outrider.server.engine_process.warm_up import warm_up
 
         engine = build_engine(setup.engine, progress=progress)
     except OutriderError as error:
         socket.send(encode(Broken(kind=type(error).__name__, message=str(error))))
         return BROKEN_STATUS
+    warm_up(engine)
     EngineLoop(engine, socket).run()
     return 0
 
 
 def _end_with_front_end() -> None:
-    while sys.stdin.buffer.read(1 << 16):
+    # Not through sys.stdin, whose lock an ordinary end of the interpreter would wait for.
+    while os.read(0, 1 << 16):
         pass
     os._exit(ORPHANED_STATUS)
 

@@ -16,8 +16,9 @@ from outrider.server.messages import Delta, Ending, Scored, SpeculationFigures
 class RequestReporter:
     """One request, as long as it runs."""
 
-    def __init__(self, output: RequestOutput, *, stream: bool) -> None:
+    def __init__(self, output: RequestOutput, *, arrival_s: float, stream: bool) -> None:
         self.output = output
+        self.arrival_s = arrival_s
         self.stream = stream
         self.last_tokens_s: float | None = None
         """When a step last yielded tokens for it."""
@@ -36,10 +37,8 @@ class RequestReporter:
         name = self.output.request_id
         found = [delta for cursor in self._cursors if (delta := cursor.take(name)) is not None]
         if self.output.finished:
-            last = (
-                found.pop() if found else Delta(request_id=name, index=0, text="", token_ids=[], pieces=[], origins="")
-            )
-            found.append(_with_ending(last, self.output))
+            nothing = Delta(request_id=name, index=0, text="", token_ids=[], pieces=[], origins="")
+            found.append(_with_ending(found.pop() if found else nothing, self.output, self.arrival_s))
         return found
 
 
@@ -105,15 +104,17 @@ def scored(entries: Sequence[TokenLogprobs]) -> list[Scored]:
     return [Scored(token=entry.token, logprob=entry.logprob, top=list(entry.top)) for entry in entries]
 
 
-def _with_ending(delta: Delta, output: RequestOutput) -> Delta:
+def _with_ending(delta: Delta, output: RequestOutput, arrival_s: float) -> Delta:
     metrics, speculation = output.metrics, output.metrics.speculation
     assert metrics.finished_s is not None
     prompt = output.prompt_logprobs
     ending = Ending(
-        arrival_s=metrics.arrival_s,
+        arrival_s=arrival_s,
         scheduled_s=metrics.scheduled_s,
         first_token_s=metrics.first_token_s,
         finished_s=metrics.finished_s,
+        prompt_tokens=len(output.prompt_token_ids),
+        generated_tokens=sum(len(continuation.token_ids) for continuation in output.outputs),
         cached_tokens=metrics.cached_tokens,
         steps=metrics.steps,
         speculation=SpeculationFigures(

@@ -40,7 +40,7 @@ def facts_of(engine: Engine) -> Facts:
     )
 
 
-def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int) -> Counters:
+def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, aborted: int) -> Counters:
     scheduler, kv = engine.scheduler, engine.scheduler.kv
     pages = sum(arena.num_pages - 1 for arena in kv.pool.arenas)
     speculation, sanitizer = engine.speculation, engine.sanitizer
@@ -48,6 +48,7 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int) ->
         running=scheduler.num_running,
         waiting=scheduler.num_waiting + scheduler.num_loading,
         kv_usage=sum(arena.num_held for arena in kv.pool.arenas) / pages,
+        aborted=aborted,
         preemptions=scheduler.num_preemptions,
         queried_tokens=kv.queried_tokens,
         hit_tokens=kv.hit_tokens,

@@ -48,6 +48,7 @@ class EngineLoop:
         self._hits = RecentHits()
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._aborted = 0
         self._gaps_s: list[float] = []
         self._reported_s = 0.0
         self._stopped = False
@@ -67,13 +68,12 @@ class EngineLoop:
 
     def _take_orders(self, *, wait: bool) -> None:
         """All that are there; if there is nothing else to do, at least one."""
-        idle = wait
-        while not self._stopped:
-            if not self._socket.poll(None if wait else 0, zmq.POLLIN):
-                break
-            wait = False
+        taken = False
+        while not self._stopped and self._socket.poll(None if wait else 0, zmq.POLLIN):
             self._obey(self._socket.recv())
-        if idle and not self._engine.has_work:
+            wait, taken = False, True
+        if taken and not self._engine.has_work:
+            # No step will tell how things stand now.
             self._report([])
 
     def _obey(self, frame: bytes) -> None:
@@ -83,6 +83,7 @@ class EngineLoop:
             case Abort(request_id=name):
                 if self._reporters.pop(name, None) is not None:
                     self._engine.abort(name)
+                    self._aborted += 1
             case ResetCache(call=call):
                 self._engine.reset_prefix_cache()
                 self._send(CacheWasReset(call=call))
@@ -109,7 +110,9 @@ class EngineLoop:
             logger.exception("request %s could not be started", name)
             self._send(Refused(request_id=name, message=f"{type(error).__name__}: {error}", is_ours=True))
         else:
-            self._reporters[name] = RequestReporter(self._engine.output(name), stream=order.stream)
+            self._reporters[name] = RequestReporter(
+                self._engine.output(name), arrival_s=order.arrival_s, stream=order.stream
+            )
             self._prompt_tokens += len(order.prompt_token_ids)
             self._send(Accepted(request_id=name))
 
@@ -150,5 +153,10 @@ class EngineLoop:
     def _report(self, deltas: list[Delta], now: float | None = None) -> None:
         gaps, self._gaps_s = self._gaps_s, []
         self._reported_s = time.monotonic() if now is None else now
-        counters = counters_of(self._engine, prompt_tokens=self._prompt_tokens, generated_tokens=self._generated_tokens)
+        counters = counters_of(
+            self._engine,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            aborted=self._aborted,
+        )
         self._send(StepReport(deltas=deltas, counters=counters, gaps_s=gaps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from outrider.errors import RequestError
@@ -15,20 +15,29 @@ from outrider.server.front.problems import Problem, queue_full, unavailable
 from outrider.server.front.streams import Arrival, Job
 from outrider.server.front.supervisor import State, Supervisor
 from outrider.server.front.tokens import TokenTexts
-from outrider.server.messages import Accepted, Delta, Facts, Refused, Submit
+from outrider.server.messages import Accepted, Delta, Facts, Pages, Refused, Submit
+from outrider.server.observe.metrics import Metrics
+from outrider.server.observe.tracing import Tracer
 from outrider.server.text_process.messages import Encode, Render, TextOrder
 from outrider.server.text_process.pool import TextPool
 
 
 class Service:
-    def __init__(self, config: ServerConfig, supervisor: Supervisor) -> None:
+    def __init__(self, config: ServerConfig, supervisor: Supervisor, metrics: Metrics, tracer: Tracer) -> None:
         self.config = config
         self.supervisor = supervisor
+        self.metrics = metrics
+        self.tracer = tracer
         self.draining = False
+        self.begin_drain: Callable[[], None] = lambda: None
+        """Set by whoever can end the server."""
         self.started_s = time.time()
         self._text: TextPool | None = None
         self._tokenizer: Tokenizer | None = None
         self._token_texts: TokenTexts | None = None
+        self._pages: Pages | None = None
+        self._pages_s = 0.0
+        self._looking = asyncio.Lock()
 
     async def prepare(self, facts: Facts) -> None:
         """Called once, when the engine is ready for the first time."""
@@ -80,6 +89,14 @@ class Service:
     @property
     def model_names(self) -> tuple[str, ...]:
         return self.config.served_model_names or (self.facts.model_name,)
+
+    async def pages(self, *, max_age_s: float) -> Pages:
+        """How KV pages stood at most so long ago."""
+        async with self._looking:
+            if self._pages is None or time.monotonic() - self._pages_s > max_age_s:
+                self._pages = await self.supervisor.pages()
+                self._pages_s = time.monotonic()
+            return self._pages
 
     def check_ready(self) -> None:
         why = self.why_not_ready

@@ -68,6 +68,7 @@ class Supervisor:
         *,
         grammar_compile_limit_s: float,
         on_report: Callable[[StepReport], None] = lambda report: None,
+        on_end: Callable[[], None] = lambda: None,
         on_loading: Callable[[Loading], None] = lambda loading: None,
     ) -> None:
         self.state = State.STARTING
@@ -80,6 +81,7 @@ class Supervisor:
         self._config = config
         self._grammar_compile_limit_s = grammar_compile_limit_s
         self._on_report = on_report
+        self._on_end = on_end
         self._on_loading = on_loading
         # 0700: nobody else on this machine may speak to the engine.
         self._directory = tempfile.mkdtemp(prefix="outrider-")
@@ -158,6 +160,7 @@ class Supervisor:
                 break
             failures = 0 if was_ready else failures + 1
             self.restarts += 1
+            self._on_end()
             logger.error("the engine process has ended (%s); starting it again", error)
 
     @property

@@ -49,16 +49,22 @@ class NoTools:
 
 
 class HermesParser:
+    """White space before, between and behind calls belongs to them, and is not shown."""
+
     def __init__(self) -> None:
         self._rest = ""
         self._inside = False
-        self._called = False
+        self._gap = ""
+        """White space before the tag that is open."""
+        self._behind_call = False
 
     def feed(self, text: str) -> Found:
         self._rest += text
         shown: list[str] = []
         calls: list[ParsedCall] = []
         while True:
+            if self._behind_call and not self._inside:
+                self._rest = self._rest.lstrip()
             head, tag, tail = self._rest.partition(CLOSE if self._inside else OPEN)
             if not tag:
                 break
@@ -66,31 +72,31 @@ class HermesParser:
             if self._inside:
                 found = calls_in(head)
                 calls += found
-                self._called = self._called or bool(found)
-                shown += [] if found else [OPEN, head, CLOSE]
+                shown += [] if found else [self._gap, OPEN, head, CLOSE]
+                self._behind_call = bool(found)
             else:
-                # Line breaks before and between calls belong to neither.
                 shown.append(head.rstrip())
+                self._gap = head[len(shown[-1]) :]
             self._inside = not self._inside
         if not self._inside:
             shown.append(self._take_safe())
-        text = "".join(shown)
-        return Found(text.lstrip() if self._called and calls else text, tuple(calls))
+        return Found("".join(shown), tuple(calls))
 
     def _take_safe(self) -> str:
         """What can be no part of a tag, nor white space before one."""
         held = next((n for n in range(len(OPEN) - 1, 0, -1) if self._rest.endswith(OPEN[:n])), 0)
         safe = self._rest[: len(self._rest) - held].rstrip()
         self._rest = self._rest[len(safe) :]
+        self._behind_call = self._behind_call and not safe
         return safe
 
     def finish(self) -> Found:
         rest, self._rest = self._rest, ""
         if not self._inside:
-            return Found("" if self._called and not rest.strip() else rest)
+            return Found(rest)
         # Some models end their turn instead of closing the tag.
         calls = calls_in(rest)
-        return Found("" if calls else OPEN + rest, tuple(calls))
+        return Found("" if calls else self._gap + OPEN + rest, tuple(calls))
 
 
 class ForcedParser:

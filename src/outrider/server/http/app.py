@@ -8,8 +8,9 @@ from outrider import __version__
 from outrider.server.front.service import Service
 from outrider.server.http import errors
 from outrider.server.http.bodies import BodyLimits
+from outrider.server.http.counting import Counting
 from outrider.server.http.keys import Keys
-from outrider.server.routes import chat, completions, state, tokenize
+from outrider.server.routes import admin, chat, completions, metrics, pages, state, tokenize
 
 
 def make_app(service: Service) -> FastAPI:
@@ -22,9 +23,10 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for router in (state.router, completions.router, chat.router, tokenize.router):
-        app.include_router(router)
+    for module in (state, completions, chat, tokenize, metrics, pages, admin):
+        app.include_router(module.router)
     # The last one added comes first.
     app.add_middleware(BodyLimits, config=service.config)
     app.add_middleware(Keys, config=service.config)
+    app.add_middleware(Counting, metrics=service.metrics)
     return app

@@ -19,6 +19,7 @@ from outrider.server.front.service import Service
 from outrider.server.front.tool_calls import Found, ParsedCall, forced_grammar, parser_for
 from outrider.server.front.totals import Totals
 from outrider.server.http.bodies import JsonRoute
+from outrider.server.http.counting import ARRIVAL
 from outrider.server.http.event_stream import DONE, event
 from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.chat import ChatRequest
@@ -36,13 +37,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     model = service.model_name(body.model)
     service.check_ready()
     name = f"chatcmpl-{secrets.token_hex(12)}"
-    order = await chat_order(body, service, name=name, salt=tenant_salt(request, body.cache_salt))
+    order = await chat_order(body, request, name=name)
     writer = ChatWriter(service, body, order, name=name, model=model)
-    return await respond(request, [order], writer, stream=bool(body.stream))
+    return await respond(request, [order], writer, model=model, stream=bool(body.stream))
 
 
-async def chat_order(body: ChatRequest, service: Service, *, name: str, salt: str) -> Submit:
+async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submit:
     """What the engine is asked for a conversation."""
+    service = service_of(request)
     config = service.config
     check_tool_choice(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -79,7 +81,8 @@ async def chat_order(body: ChatRequest, service: Service, *, name: str, salt: st
         request_id=name,
         prompt_token_ids=ids,
         params=params,
-        salt=salt,
+        arrival_s=request.scope[ARRIVAL],
+        salt=tenant_salt(request, body.cache_salt),
         priority=body.priority,
         speculate=body.speculate,
         stream=bool(body.stream),

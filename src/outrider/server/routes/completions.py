@@ -17,6 +17,7 @@ from outrider.server.front.sampling import sampling_params
 from outrider.server.front.service import Service
 from outrider.server.front.totals import Totals
 from outrider.server.http.bodies import JsonRoute
+from outrider.server.http.counting import ARRIVAL
 from outrider.server.http.event_stream import DONE, event
 from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.completions import CompletionRequest
@@ -54,6 +55,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
                 request_id=f"{name}-{place}",
                 prompt_token_ids=ids,
                 params=params,
+                arrival_s=request.scope[ARRIVAL],
                 salt=tenant_salt(request, body.cache_salt),
                 priority=body.priority,
                 speculate=body.speculate,
@@ -61,7 +63,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             )
         )
     writer = CompletionWriter(service, body, orders, [text for text, _ids in prompts], name=name, model=model)
-    return await respond(request, orders, writer, stream=bool(body.stream))
+    return await respond(request, orders, writer, model=model, stream=bool(body.stream))
 
 
 def _check(body: CompletionRequest) -> None:

@@ -48,24 +48,29 @@ def tenant_salt(request: Request, cache_salt: str | None) -> str:
     return f"{tenant}:{cache_salt}" if cache_salt else str(tenant)
 
 
-async def respond(request: Request, orders: Sequence[Submit], writer: Writer, *, stream: bool) -> Response:
-    service = service_of(request)
-    if not stream:
-        return await unless_client_leaves(request, _whole(service, orders, writer))
+async def respond(request: Request, orders: Sequence[Submit], writer: Writer, *, model: str, stream: bool) -> Response:
+    service, totals = service_of(request), Totals(orders)
+
+    def ended() -> None:
+        service.tracer.record(request.headers, orders[0].request_id, model, totals)
+
     stack = AsyncExitStack()
+    stack.callback(ended)
+    if not stream:
+        return await unless_client_leaves(request, _whole(service, stack, orders, writer, totals))
     try:
         # What is refused is refused with a status of its own, before the stream begins.
         answers = await stack.enter_async_context(service.generate(orders))
     except BaseException:
         await stack.aclose()
         raise
-    events = _events(answers, orders, writer)
-    return EventStream(events, stack, idle_limit_s=service.config.idle_limit_s)
+    return EventStream(_events(answers, writer, totals), stack, idle_limit_s=service.config.idle_limit_s)
 
 
-async def _whole(service: Service, orders: Sequence[Submit], writer: Writer) -> Response:
-    totals = Totals(orders)
-    async with service.generate(orders) as answers:
+async def _whole(
+    service: Service, stack: AsyncExitStack, orders: Sequence[Submit], writer: Writer, totals: Totals
+) -> Response:
+    async with stack, service.generate(orders) as answers:
         async for place, delta in answers.deltas():
             totals.take(delta)
             for _event in writer.delta(place, delta, totals):
@@ -73,8 +78,7 @@ async def _whole(service: Service, orders: Sequence[Submit], writer: Writer) -> 
     return json_answer(writer.whole(totals))
 
 
-async def _events(answers: Answers, orders: Sequence[Submit], writer: Writer) -> AsyncGenerator[bytes, None]:
-    totals = Totals(orders)
+async def _events(answers: Answers, writer: Writer, totals: Totals) -> AsyncGenerator[bytes, None]:
     try:
         for chunk in writer.first():
             yield chunk
