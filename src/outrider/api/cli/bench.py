@@ -14,6 +14,7 @@ from rich.table import Table
 
 from outrider.api.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
 from outrider.api.cli.bench_decode import DECODE_HELP, bench_decode
+from outrider.api.cli.bench_serve import SERVE_BENCH_HELP, bench_serve
 from outrider.api.cli.wording import counted
 from outrider.bench.kv import REFERENCE_SOURCE, KVBenchConfig, Workload, measure
 from outrider.speculative.footprints import FOOTPRINTS
@@ -25,7 +26,7 @@ REFERENCE_METHOD = "eagle"
 QUICK_REQUESTS = 512
 
 bench_app = typer.Typer(
-    help="Measure: how fast text is generated, how many drafts are accepted, what the scheduler and the KV core cost.",
+    help="Measure: how fast text is generated, how many drafts are accepted, what HTTP, scheduler and KV core cost.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,6 +35,7 @@ bench_app = typer.Typer(
 
 bench_app.command("decode", help=DECODE_HELP)(bench_decode)
 bench_app.command("acceptance", help=ACCEPTANCE_HELP)(bench_acceptance)
+bench_app.command("serve", help=SERVE_BENCH_HELP)(bench_serve)
 
 
 # Given as text, since typer would keep the line breaks of a docstring.
