@@ -48,7 +48,9 @@ class Timed(NamedTuple):
 def measure(
     config: ServeBenchConfig, engine: Engine, client: Client, told: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
-    prompts = prompts_of(config.text, engine.model, number=config.rounds + 1, tokens=config.prompt_tokens)
+    ids = prompts_of(config.text, engine.model, number=config.rounds + 1, tokens=config.prompt_tokens)
+    # As text: turning it into tokens is part of serving it, offline too.
+    prompts = [engine.model.tokenizer.decode(prompt) for prompt in ids]
     offline: list[Timed] = []
     served: list[Timed] = []
     for number, prompt in enumerate(prompts):
@@ -63,11 +65,11 @@ def measure(
     return _report(config, offline, served)
 
 
-def _offline(engine: Engine, prompt: Sequence[int], config: ServeBenchConfig) -> Timed:
+def _offline(engine: Engine, prompt: str, config: ServeBenchConfig) -> Timed:
     engine.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=config.tokens, ignore_eos=True)
     begun, first = time.perf_counter(), 0.0
-    engine.add_request("bench", prompt, params)
+    engine.add_request("bench", engine.model.tokenizer.encode(prompt), params)
     output = engine.output("bench")
     while not output.finished:
         engine.step()
@@ -76,12 +78,12 @@ def _offline(engine: Engine, prompt: Sequence[int], config: ServeBenchConfig) ->
     return Timed(time.perf_counter() - begun, first - begun, output.outputs[0].token_ids)
 
 
-def _served(client: Client, prompt: Sequence[int], config: ServeBenchConfig, number: int) -> Timed:
+def _served(client: Client, prompt: str, config: ServeBenchConfig, number: int) -> Timed:
     begun = time.perf_counter()
     stream = client.stream(
         "/v1/completions",
         {
-            "prompt": list(prompt),
+            "prompt": prompt,
             "max_tokens": config.tokens,
             "temperature": 0,
             "ignore_eos": True,

@@ -85,8 +85,8 @@ class GenerationFields(IgnoredFields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    priority: int = Field(default=0, ge=-1000, le=1000)
-    """Lower runs first."""
+    priority: int = Field(default=0, ge=0, le=1000)
+    """Lower runs first. A client may step back, but not get in front of those who say nothing."""
     cache_salt: str | None = Field(default=None, max_length=256)
     """Prompts with different salts share nothing in the prefix cache."""
     speculate: bool = True

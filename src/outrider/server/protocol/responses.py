@@ -96,7 +96,7 @@ class ResponsesRequest(IgnoredFields):
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = None
     ignore_eos: bool = False
-    priority: int = Field(default=0, ge=-1000, le=1000)
+    priority: int = Field(default=0, ge=0, le=1000)
     cache_salt: str | None = Field(default=None, max_length=256)
     speculate: bool = True
     return_token_origins: bool = False
