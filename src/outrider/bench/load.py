@@ -36,6 +36,8 @@ MALFORMED = (
 MALFORMED_SHARE, LEAVING_SHARE = 0.05, 0.25
 WORDS = "river stone light garden winter letter bridge morning engine paper silver forest answer".split()  # noqa: SIM905
 IDLE_LIMIT_S = 60.0
+BACK_OFF_S = 0.5
+"""After a 429 or a 503."""
 RECOVERY_LIMIT_S = 120.0
 MEMORY_GROWTH_MB_MAX = 64.0
 """Between the first third of a run and its end; allocators keep some."""
@@ -194,14 +196,14 @@ def _one_request(client: Client, config: LoadConfig, chance: random.Random, seen
         status, answer = client.post(path, body)
         seen.note("whole", status, json.dumps(answer))
         if status in (429, 503):
-            time.sleep(0.1)
+            time.sleep(BACK_OFF_S)
         return
     leaves_after = chance.randrange(1, 12) if chance.random() < LEAVING_SHARE else None
     stream = client.stream(path, body)
     seen.note("stream", stream.status)
     if stream.status != 200:
         client.close()
-        time.sleep(0.1)
+        time.sleep(BACK_OFF_S)
         return
     for count, event in enumerate(stream.events()):
         if "error" in event:
