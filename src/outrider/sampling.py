@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from outrider.errors import RequestError
+from outrider.grammar import Grammar
 from outrider.kv.checked import checked_fields, whole_number
 from outrider.scheduler.request import MAX_TOKEN_ID, MOST_FORKS
 
@@ -59,6 +60,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
     """Only these can be chosen."""
+    grammar: Grammar | None = None
+    """What the output must look like; None: anything."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -66,6 +69,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _token_ids(self.stop_token_ids or (), "stop_token_ids"))
         if self.allowed_token_ids is not None:

@@ -15,6 +15,7 @@ from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Origin
 from outrider.errors import ConfigError, RequestError
+from outrider.grammar import Grammar, GrammarKind
 from outrider.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -203,6 +204,26 @@ def test_cached_tokens_are_counted() -> None:
     again = llm.generate([prompt], GREEDY)[0]
     # A fully cached prompt recomputes one token.
     assert again.metrics.cached_tokens == 59
+
+
+def test_a_request_that_ends_with_its_first_rows_counts_its_cached_tokens_too() -> None:
+    llm = LLM.over(tiny_engine())
+    prompt, one = list(range(60)), SamplingParams(temperature=0, max_tokens=1)
+    assert [llm.generate([prompt], one)[0].metrics.cached_tokens for _ in range(2)] == [0, 48]
+
+
+def test_a_grammar_is_refused_where_no_masks_are_made() -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
+    with pytest.raises(RequestError, match=r"regex.*not available"):
+        LLM.over(tiny_engine()).generate([1, 2], SamplingParams(grammar=grammar))
+
+
+def test_an_emptied_prefix_cache_gives_nothing() -> None:
+    engine = tiny_engine()
+    llm, prompt = LLM.over(engine), list(range(60))
+    llm.generate([prompt], GREEDY)
+    engine.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY)[0].metrics.cached_tokens == 0
 
 
 def test_a_tenants_cache_is_its_own() -> None:

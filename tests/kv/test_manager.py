@@ -25,6 +25,7 @@ from outrider.errors import AdmissionError, OutOfPages
 from outrider.kv import KVManager
 from outrider.kv.intervals import page_count
 from outrider.kv.ledger import SequenceKV
+from outrider.kv.manager import ROOTS_MAX
 from outrider.kv.pages import SINK
 from outrider.kv.plan import PageCopy
 from outrider.kv.sizing import worst_case_pages
@@ -33,6 +34,13 @@ from outrider.kv.sizing import worst_case_pages
 def snapshot(kv: KVManager, sequence: SequenceKV) -> object:
     groups = [(list(s.pages), s.first_page, s.low, s.published) for s in sequence.groups]
     return groups, available(kv), [list(arena.refs) for arena in kv.pool.arenas]
+
+
+def test_salts_that_clients_make_up_are_not_kept_for_ever() -> None:
+    kv = make_manager(full())
+    for number in range(ROOTS_MAX + 10):
+        kv.close(kv.open(str(number), array("I", [1, 2]), total_tokens=4, salt=str(number)))
+    assert kv._root.cache_info().currsize == ROOTS_MAX
 
 
 # ---- windows -------------------------------------------------------------------------------------------

@@ -53,10 +53,44 @@ TORCH_FREE = tuple(ALLOWED_IMPORTS)
 # The same for packages that use libraries from outside: only what they take from the project is fixed.
 ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
     "outrider.models": ("outrider.errors", "outrider.kernels", "outrider.kv", "outrider.layers", "outrider.models"),
+    # Only the engine's own process knows the engine; everything else of the server is told what it must know.
+    "outrider.server.engine_process": (
+        "outrider.engine",
+        "outrider.errors",
+        "outrider.kv.census",
+        "outrider.runner.logprobs",
+        "outrider.sampling",
+        "outrider.server.engine_process",
+        "outrider.server.messages",
+    ),
+    "outrider.server": (
+        "outrider.__version__",
+        "outrider.config",
+        "outrider.engine.detokenize",
+        "outrider.engine.speculation",
+        "outrider.errors",
+        "outrider.grammar",
+        "outrider.kv.checked",
+        "outrider.models.chat",
+        "outrider.models.tokenizer",
+        "outrider.sampling",
+        "outrider.scheduler.request",
+        "outrider.server",
+    ),
 }
 # What must not be loaded, even indirectly, by importing the torch-free core.
 HEAVY = ("torch", "triton", "numpy", "typer", "rich")
-CORE = ("kv", "scheduler", "sim", "transfer", "sanitizer", "speculative.footprints", "models.recipes")
+CORE = (
+    "kv",
+    "scheduler",
+    "sim",
+    "transfer",
+    "sanitizer",
+    "speculative.footprints",
+    "models.recipes",
+    "server.run",
+    "server.text_process.worker",
+)
 
 # Here a drafter is known by its footprint only, except in the files that exist to name them.
 NAMELESS = tuple(
@@ -261,6 +295,8 @@ BROKEN = (
     (import_direction, "outrider.engine.engine", "import outrider.api.cli"),
     (import_direction, "outrider.models.load", "from outrider.engine.engine import Engine"),
     (import_direction, "outrider.models.recipes.llama", "from outrider.models.weights import base"),
+    (import_direction, "outrider.server.front.service", "from outrider.engine.engine import Engine"),
+    (import_direction, "outrider.server.engine_process.loop", "from outrider.server.http import app"),
     (torch_free, "outrider.sim.world", "def f():\n    import torch.nn"),
     (torch_free, "outrider.speculative.footprints", "from torch import Tensor"),
     (nameless_drafters, "outrider.kv.pages", "if method == 'eagle3': pass"),

@@ -85,6 +85,8 @@ class Engine:
         self.runner = runner
         self.sanitizer = sanitizer
         self.k = k
+        self.supports_grammars = False
+        """Can this engine make masks from a grammar? A request that brings one is refused otherwise."""
         self.speculation = SpeculationCounts()
         self.inside = Lock()
         """Held by the call that is at work; see `alone`."""
@@ -130,6 +132,11 @@ class Engine:
             raise RequestError(
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
+            )
+        if params.grammar is not None and not self.supports_grammars:
+            raise RequestError(
+                f"request {request_id!r}: output in a given form ({params.grammar.kind.value}) is not available in "
+                "this version; leave it out and check the text yourself"
             )
         self._end_leavers()
         prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids)
@@ -265,6 +272,11 @@ class Engine:
         if self.sanitizer is not None:
             self.sanitizer.forget(sequence)
 
+    @alone
+    def reset_prefix_cache(self) -> None:
+        """Prompts find nothing of what was computed so far; requests that run keep what they hold."""
+        self.scheduler.kv.reset_cache()
+
     def _close(self, live: LiveRequest) -> RequestOutput:
         live.output.finished = True
         live.output.metrics.finished_s = time.monotonic()
@@ -282,10 +294,10 @@ class Engine:
         self._end_leavers()
         plan = None
         try:
-            plan = self.scheduler.schedule()
+            plan, planned_s = self.scheduler.schedule(), time.monotonic()
             result = self.runner.run(plan)
             updates = self.scheduler.commit(plan, result.verdict)
-            return self._hand_out(plan, result, updates)
+            return self._hand_out(plan, result, updates, planned_s)
         except BaseException as error:
             self._abandon(plan, error)
             raise
@@ -307,13 +319,15 @@ class Engine:
                 continuation.output.finish_reason = continuation.output.finish_reason or "error"
             self._close(live)
 
-    def _hand_out(self, plan: StepPlan, result: StepResult, updates: Sequence[Update]) -> list[RequestOutput]:
+    def _hand_out(
+        self, plan: StepPlan, result: StepResult, updates: Sequence[Update], planned_s: float
+    ) -> list[RequestOutput]:
         ran = {
             row.request: (row.drafts, len(tokens)) for row, tokens in zip(plan.rows, result.verdict.tokens, strict=True)
         }
         changed: dict[str, LiveRequest] = {}
         for row in plan.rows:
-            self._note_row(row, result)
+            self._note_row(row, result, planned_s)
         for update in updates:
             place = self._owner.get(update.request) or self._new_fork(update)
             if place is None:
@@ -330,14 +344,13 @@ class Engine:
                 self._close(live)
         return [live.output for live in changed.values()]
 
-    def _note_row(self, row: StepRow, result: StepResult) -> None:
-        owner, number = self._owner[row.request]
-        live = self._live[owner]
-        if number == 0 and not live.output.metrics.steps:
-            # What the prefix cache gave, as known when its first rows were planned.
-            request = self.scheduler.requests.get(row.request)
-            if request is not None and request.epoch == 0:
-                live.output.metrics.cached_tokens = request.kv.hit
+    def _note_row(self, row: StepRow, result: StepResult, planned_s: float) -> None:
+        live = self._live[self._owner[row.request][0]]
+        metrics = live.output.metrics
+        if metrics.scheduled_s is None:
+            metrics.scheduled_s = planned_s
+            # Where its first rows begin. It may have ended with them, so the scheduler cannot be asked.
+            metrics.cached_tokens = row.start
         for position, score in result.prompt_logprobs.get(row.request, ()):
             assert live.output.prompt_logprobs is not None
             live.output.prompt_logprobs[position] = score

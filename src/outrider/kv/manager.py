@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from outrider.errors import OutOfPages, RequestError
@@ -37,6 +38,8 @@ from outrider.kv.progress import Progress
 from outrider.kv.retention import DENSE, RetentionMask
 from outrider.kv.search import GroupView
 from outrider.kv.sizing import Sizing, resident_pages
+
+ROOTS_MAX = 1024
 
 
 class Admission(NamedTuple):
@@ -72,7 +75,8 @@ class KVManager:
         self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
         self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
         """Some group frees pages before its sequence ends, so that ends have to be marked if they are to be kept."""
-        self._roots: dict[tuple[str, str], bytes] = {}
+        # Clients may choose salts: what they make up must not stay for ever.
+        self._root = lru_cache(ROOTS_MAX)(config.identity.root)
         self._known_runs = KnownRuns()
 
     # ---- opening and admission ---------------------------------------------------------------------
@@ -92,18 +96,13 @@ class KVManager:
         if id in self.sequences:
             raise RequestError(f"request id {id!r} is in use; choose another")
         self._sizing.check(id, total_tokens, k)
-        chain = Chain(self._root(adapter, salt), self.layout.grain, media, self._known_runs)
+        chain = Chain(self._root(adapter=adapter, salt=salt), self.layout.grain, media, self._known_runs)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
         sequence.headrooms = (self.config.steps_ahead, ahead)
         sequence.draft_headroom = ahead + self._footprint.scratch_ahead(k) + self._footprint.durable_lead
         self.sequences[id] = sequence
         return sequence
-
-    def _root(self, adapter: str, salt: str) -> bytes:
-        if (adapter, salt) not in self._roots:
-            self._roots[adapter, salt] = self.config.identity.root(adapter=adapter, salt=salt)
-        return self._roots[adapter, salt]
 
     def draft_fits(self, total_tokens: int, k: int) -> bool:
         """Could the sequence's draft groups be held beside its target groups, running alone?"""

@@ -38,6 +38,8 @@ class ChatTemplate:
         if DEFAULT not in named:
             raise ModelError(f"{source}: no chat template is named {DEFAULT!r}; there are: {', '.join(sorted(named))}")
         self.source = source
+        self.templates = named
+        """As written, by name: what another process needs to render as this one does."""
         self.variables = dict(variables or {})
         """Texts of special tokens, as templates know them: bos_token, eos_token and so on."""
         self.characters_max = characters_max

@@ -64,6 +64,10 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
+    def to_json(self) -> str:
+        """From which `tokenizer_from_json` makes an equal one in another process."""
+        return str(self._backend.to_str())
+
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab(with_added_tokens=True))
@@ -121,6 +125,11 @@ def _decoding_of(backend: tokenizers.Tokenizer, source: str) -> Decoding:
 
 def _replaces_spaces(step: dict[str, Any]) -> bool:
     return step.get("pattern") == {"String": "▁"} and step.get("content") == " "
+
+
+def tokenizer_from_json(text: str, *, source: str, bos_id: int | None, eos_ids: Iterable[int]) -> Tokenizer:
+    """From what `Tokenizer.to_json` wrote."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), source=source, bos_id=bos_id, eos_ids=eos_ids)
 
 
 def tokenizer_from_file(

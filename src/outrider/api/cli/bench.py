@@ -15,6 +15,7 @@ from rich.table import Table
 from outrider.api.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
 from outrider.api.cli.bench_decode import DECODE_HELP, bench_decode
 from outrider.api.cli.bench_prefix import PREFIX_HELP, bench_prefix
+from outrider.api.cli.bench_serve import SERVE_BENCH_HELP, bench_serve
 from outrider.api.cli.bench_windows import print_windows
 from outrider.api.cli.wording import counted
 from outrider.bench.kv import REFERENCE_SOURCE, KVBenchConfig, Workload, measure
@@ -28,8 +29,8 @@ REFERENCE_METHOD = "eagle"
 QUICK_REQUESTS = 512
 
 bench_app = typer.Typer(
-    help="Measure: how fast text is generated, how many drafts are accepted, what the prefix cache finds, what the "
-    "scheduler and the KV core cost.",
+    help="Measure: how fast text is generated, how many drafts are accepted, what the prefix cache finds, what HTTP, "
+    "scheduler and KV core cost.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -39,6 +40,7 @@ bench_app = typer.Typer(
 bench_app.command("decode", help=DECODE_HELP)(bench_decode)
 bench_app.command("acceptance", help=ACCEPTANCE_HELP)(bench_acceptance)
 bench_app.command("prefix", help=PREFIX_HELP)(bench_prefix)
+bench_app.command("serve", help=SERVE_BENCH_HELP)(bench_serve)
 
 
 # Given as text, since typer would keep the line breaks of a docstring.

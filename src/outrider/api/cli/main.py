@@ -11,6 +11,7 @@ from outrider.api.cli.bench import bench_app
 from outrider.api.cli.chat import CHAT_HELP, chat
 from outrider.api.cli.doctor import DOCTOR_HELP, doctor
 from outrider.api.cli.generate import GENERATE_HELP, generate
+from outrider.api.cli.serve import SERVE_HELP, serve
 from outrider.api.cli.sim import sim
 from outrider.api.cli.train import train_app
 from outrider.errors import OutriderError
@@ -48,6 +49,7 @@ def _root(
 
 app.command("chat", help=CHAT_HELP)(chat)
 app.command("generate", help=GENERATE_HELP)(generate)
+app.command("serve", help=SERVE_HELP)(serve)
 app.command("doctor", help=DOCTOR_HELP)(doctor)
 app.command("sim")(sim)
 app.add_typer(bench_app, name="bench")

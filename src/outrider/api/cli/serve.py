@@ -1,0 +1,88 @@
+"""`outrider serve`: OpenAI's HTTP API over a model, with speculation on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, packaged_speculations
+from outrider.api.cli.grouped import grouped
+from outrider.api.cli.serve_options import AccessOptions, LimitOptions, server_config
+from outrider.api.cli.terminal import errors, loading
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.server.config import ServerConfig
+    from outrider.server.messages import Facts
+
+DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
+"""Needs no second model, and costs nothing where it finds nothing to propose."""
+
+SERVE_HELP = (
+    "Serve a model over HTTP, as OpenAI's API has it.\n\n"
+    "Drafts come from the drafter that is made for the model, or else from the text itself (n-gram look-up), unless "
+    "--speculative-config names another; the text is the same with any of them. SIGTERM and Ctrl-C let requests "
+    "finish before the server ends; a second one does not.\n\n"
+    "[dim]Examples:[/dim]\n\n"
+    "  outrider serve\n\n"
+    "  outrider serve ./model --port 9000 --api-key @keys.txt\n\n"
+    '  outrider serve --speculative-config \'{"method": "eagle3", "num_speculative_tokens": 3}\''
+)
+
+
+@grouped
+def serve(
+    *,
+    positional: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly.")] = False,
+    access: AccessOptions,
+    limits: LimitOptions,
+    model: ModelOptions,
+    engine: EngineOptions,
+) -> None:
+    if no_speculation and engine.speculative_config is not None:
+        raise ConfigError("--no-speculation contradicts --speculative-config; give one of them")
+    name = chosen_model(positional, model)
+    if engine.speculative_config is None and not no_speculation:
+        engine = replace(engine, speculative_config=[*packaged_speculations(name), DEFAULT_SPECULATION][0])
+    settings = model.settings() | engine.settings() | {"model": name}
+    settings["speculative_config"] = SpeculativeConfig.of(settings["speculative_config"])
+    engine_config = EngineConfig(**settings)
+    config = server_config(access, limits)
+
+    from outrider.server.run import Announcements, serve
+
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    with loading() as progress:
+        serve(
+            config,
+            engine_config,
+            Announcements(
+                loading=lambda told: progress(told.what, told.done, told.total),
+                ready=lambda url, facts: _announce(url, facts, config),
+            ),
+        )
+
+
+def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
+    drafting = "no speculation" if facts.drafter is None else f"{facts.drafter} drafts up to {facts.drafts_max} tokens"
+    names = ", ".join(config.served_model_names or (facts.model_name,))
+    keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key needed"
+    errors.print(
+        Text(f"serving {names}", style="bold")
+        + Text(f" at {url}/v1 · {drafting} · {facts.max_model_len:,} tokens · {facts.device}, {facts.dtype} · {keys}"),
+        soft_wrap=True,
+    )
+    if not config.api_keys and not config.is_loopback:
+        errors.print(
+            Text("warning: anybody who can reach this machine is served; give --api-key", style="yellow"),
+            soft_wrap=True,
+        )

@@ -1,0 +1,238 @@
+"""A server under load: many clients, random requests, some malformed, some that leave; then it is counted what is left.
+
+Whatever clients do, three things must hold: no request is answered with 500; when all have gone, every KV page is
+free again and no process has kept memory or files; and the sanitizer has seen nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.http_client import Client
+from outrider.bench.server_process import ServerProcess, open_files, resident_mb, wait_until
+from outrider.errors import ConfigError
+
+ADMIN_KEY = "key-of-the-load-test"
+MALFORMED = (
+    b"{",
+    b'{"prompt": 5}',
+    b'{"prompt": "x", "n": 100000}',
+    b'{"prompt": [999999999]}',
+    b'{"prompt": "x", "temperature": -3}',
+    b'{"prompt": "x", "unknown_field": 1}',
+    b'{"prompt": "x", "logprobs": 10000}',
+    b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b'{"prompt": "\\ud800"}',
+    b"\xff\xfe\x00",
+)
+MALFORMED_SHARE, LEAVING_SHARE = 0.05, 0.25
+WORDS = "river stone light garden winter letter bridge morning engine paper silver forest answer".split()  # noqa: SIM905
+IDLE_LIMIT_S = 60.0
+BACK_OFF_S = 0.5
+"""After a 429 or a 503."""
+RECOVERY_LIMIT_S = 120.0
+MEMORY_GROWTH_MB_MAX = 64.0
+"""Between the first third of a run and its end; allocators keep some."""
+FILES_GROWTH_MAX = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    clients: int = 32
+    minutes: float = 1.0
+    kills: int = 1
+    """How often the engine process is killed, spread over the run."""
+    seed: int = 0
+    max_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.minutes <= 0 or self.kills < 0:
+            raise ConfigError("a load needs at least 1 client, some time, and no negative number of kills")
+
+
+@dataclass(slots=True)
+class Seen:
+    """What clients met with; guarded by its lock."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    left: int = 0
+    streams_cut: int = 0
+    """Ended by an error event: the engine was killed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, kind: str, status: int, text: str = "") -> None:
+        with self.lock:
+            self.statuses[f"{kind} {status}"] += 1
+            if status == 500 or (kind == "malformed" and status < 400):
+                self.problems.append(f"{kind} answered with {status}: {text[:300]}")
+
+
+def run_load(server: ServerProcess, config: LoadConfig) -> dict[str, Any]:
+    """`server` runs with ADMIN_KEY as its admin key and the sanitizer on."""
+    seen, stop = Seen(), threading.Event()
+    threads = [
+        threading.Thread(target=_client, args=(server.url, config, number, seen, stop), daemon=True)
+        for number in range(config.clients)
+    ]
+    begun, limit_s = time.monotonic(), config.minutes * 60
+    for thread in threads:
+        thread.start()
+    before: dict[int, tuple[float, int]] = {}
+    recoveries_s: list[float] = []
+    kills = [limit_s * (0.4 + 0.5 * number / max(1, config.kills)) for number in range(config.kills)]
+    while time.monotonic() - begun < limit_s:
+        elapsed = time.monotonic() - begun
+        if not before and elapsed > limit_s / 3:
+            before = _footprints(server)
+        if kills and elapsed > kills[0]:
+            kills.pop(0)
+            recoveries_s.append(_kill_engine(server, seen))
+        time.sleep(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(IDLE_LIMIT_S)
+    return _account(server, config, seen, before, recoveries_s)
+
+
+def _kill_engine(server: ServerProcess, seen: Seen) -> float:
+    """How long it took until requests were served again."""
+    client = Client(server.url)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    begun = time.monotonic()
+    wait_until(lambda: client.get("/ready")[0] == 503, 5.0)
+    if not wait_until(lambda: client.get("/ready")[0] == 200, RECOVERY_LIMIT_S):
+        seen.problems.append("the engine was killed, and no other took its place")
+    client.close()
+    return time.monotonic() - begun
+
+
+def _footprints(server: ServerProcess) -> dict[int, tuple[float, int]]:
+    """Resident megabytes and open files of every process."""
+    pids = [server.process.pid, *(pid for several in server.children().values() for pid in several)]
+    return {pid: (resident_mb(pid), open_files(pid)) for pid in pids}
+
+
+def _account(
+    server: ServerProcess,
+    config: LoadConfig,
+    seen: Seen,
+    before: dict[int, tuple[float, int]],
+    recoveries_s: list[float],
+) -> dict[str, Any]:
+    client, admin = Client(server.url), Client(server.url, key=ADMIN_KEY)
+    problems = seen.problems
+    if not wait_until(lambda: _metric(client, "num_requests_running") == 0, IDLE_LIMIT_S):
+        problems.append("requests still run although every client has gone")
+    admin.post("/admin/reset_prefix_cache", {})
+    time.sleep(0.2)  # what /kv tells may be so old
+    pages = json.loads(client.get("/kv")[1])
+    leaked = [arena["runs"] for arena in pages["arenas"] if arena["runs"] != f"1k{arena['pages'] - 1}f"]
+    if leaked:
+        problems.append(f"pages are not free although nobody holds them: {leaked}")
+    violations = _metric(client, "sanitizer_violations_total")
+    if violations or "broken at step" in server.log:
+        problems.append(f"the sanitizer saw {violations:.0f} broken invariants")
+    if "Traceback" in server.log:
+        problems.append("the server's log has a traceback:\n" + server.log[server.log.index("Traceback") :][:1500])
+    after = _footprints(server)
+    growth = {pid: (now[0] - before[pid][0], now[1] - before[pid][1]) for pid, now in after.items() if pid in before}
+    for pid, (memory_mb, files) in growth.items():
+        if memory_mb > MEMORY_GROWTH_MB_MAX or files > FILES_GROWTH_MAX:
+            problems.append(f"process {pid} has grown by {memory_mb:.0f} MB and {files} files")
+    client.close()
+    admin.close()
+    return {
+        "clients": config.clients,
+        "minutes": config.minutes,
+        "requests": sum(seen.statuses.values()),
+        "statuses": dict(sorted(seen.statuses.items())),
+        "left_early": seen.left,
+        "streams_cut": seen.streams_cut,
+        "kills": len(recoveries_s),
+        "recovery_s": max(recoveries_s, default=None),
+        "memory_growth_mb": max((grown[0] for grown in growth.values()), default=0.0),
+        "files_growth": max((grown[1] for grown in growth.values()), default=0),
+        "problems": problems,
+    }
+
+
+def _metric(client: Client, name: str) -> float:
+    lines = client.get("/metrics")[1].splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"outrider:{name}{{"))
+
+
+# ---- one client ------------------------------------------------------------------------------------
+
+
+def _client(url: str, config: LoadConfig, number: int, seen: Seen, stop: threading.Event) -> None:
+    chance = random.Random(f"{config.seed}/{number}")
+    client = Client(url)
+    while not stop.is_set():
+        try:
+            _one_request(client, config, chance, seen)
+        except (OSError, ValueError) as problem:
+            # Half an answer, or none: only a killed engine may do that, and it may not either.
+            seen.note(f"broken off ({type(problem).__name__})", 0)
+            client.close()
+    client.close()
+
+
+def _one_request(client: Client, config: LoadConfig, chance: random.Random, seen: Seen) -> None:
+    if chance.random() < MALFORMED_SHARE:
+        answer = client.send("POST", "/v1/completions", chance.choice(MALFORMED))
+        seen.note("malformed", answer.status, answer.read().decode(errors="replace"))
+        return
+    path, body = _request(config, chance)
+    if chance.random() < 0.3:
+        status, answer = client.post(path, body)
+        seen.note("whole", status, json.dumps(answer))
+        if status in (429, 503):
+            time.sleep(BACK_OFF_S)
+        return
+    leaves_after = chance.randrange(1, 12) if chance.random() < LEAVING_SHARE else None
+    stream = client.stream(path, body)
+    seen.note("stream", stream.status)
+    if stream.status != 200:
+        client.close()
+        time.sleep(BACK_OFF_S)
+        return
+    for count, event in enumerate(stream.events()):
+        if "error" in event:
+            with seen.lock:
+                seen.streams_cut += 1
+        if count == leaves_after:
+            with seen.lock:
+                seen.left += 1
+            client.close()
+            return
+
+
+def _request(config: LoadConfig, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    text = " ".join(chance.choices(WORDS, k=chance.randrange(3, 60)))
+    body: dict[str, Any] = {
+        "max_tokens": chance.randrange(1, config.max_tokens),
+        "temperature": chance.choice([0, 0.7, 1.0]),
+        "seed": chance.randrange(1000),
+        "n": chance.choice([1, 1, 1, 2, 3]),
+    }
+    for name, value in (
+        ("stop", [chance.choice(WORDS)]),
+        ("presence_penalty", 0.5),
+        ("top_p", 0.9),
+        ("cache_salt", chance.choice("ab")),
+        ("priority", chance.randrange(3)),
+    ):
+        if chance.random() < 0.2:
+            body[name] = value
+    if chance.random() < 0.5:
+        return "/v1/completions", body | {"prompt": text}
+    return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}

@@ -1,0 +1,117 @@
+"""What HTTP costs: the same requests offline and through a server, in turns, one at a time.
+
+    tokens/s    of one request, from sending it to its last token
+    ratio       median over the rounds of (offline time / HTTP time) in the same round
+    TTFT        from sending a request to its first token
+
+Both engines have the same settings. While one works the other waits, and its threads sleep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from outrider.bench.http_client import Client
+from outrider.bench.texts import TEXTS, prompts_of
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError, RequestError
+from outrider.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeBenchConfig:
+    engine: EngineConfig
+    prompt_tokens: int = 64
+    tokens: int = 128
+    rounds: int = 5
+    text: str = "ordinary"
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.text not in TEXTS:
+            raise ConfigError(f"unknown kind of text {self.text!r}; there are: {', '.join(TEXTS)}")
+
+
+class Timed(NamedTuple):
+    seconds: float
+    first_s: float
+    token_ids: list[int]
+
+
+def measure(
+    config: ServeBenchConfig, engine: Engine, client: Client, told: Callable[[str], None] = lambda what: None
+) -> dict[str, Any]:
+    ids = prompts_of(config.text, engine.model, number=config.rounds + 1, tokens=config.prompt_tokens)
+    # As text: turning it into tokens is part of serving it, offline too.
+    prompts = [engine.model.tokenizer.decode(prompt) for prompt in ids]
+    offline: list[Timed] = []
+    served: list[Timed] = []
+    for number, prompt in enumerate(prompts):
+        told(f"round {number} of {config.rounds}" if number else "warming up")
+        # The first is for warming up; then each goes first in turn.
+        runs: list[tuple[list[Timed], Timed]] = []
+        for mine in (offline, served) if number % 2 else (served, offline):
+            timed = _offline(engine, prompt, config) if mine is offline else _served(client, prompt, config, number)
+            runs.append((mine, timed))
+        for mine, timed in runs if number else ():
+            mine.append(timed)
+    return _report(config, offline, served)
+
+
+def _offline(engine: Engine, prompt: str, config: ServeBenchConfig) -> Timed:
+    engine.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=config.tokens, ignore_eos=True)
+    begun, first = time.perf_counter(), 0.0
+    engine.add_request("bench", engine.model.tokenizer.encode(prompt), params)
+    output = engine.output("bench")
+    while not output.finished:
+        engine.step()
+        if not first and output.outputs[0].token_ids:
+            first = time.perf_counter()
+    return Timed(time.perf_counter() - begun, first - begun, output.outputs[0].token_ids)
+
+
+def _served(client: Client, prompt: str, config: ServeBenchConfig, number: int) -> Timed:
+    begun = time.perf_counter()
+    stream = client.stream(
+        "/v1/completions",
+        {
+            "prompt": prompt,
+            "max_tokens": config.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            # Nothing comes from the cache, as offline.
+            "cache_salt": f"bench-{number}",
+        },
+    )
+    tokens: list[int] = []
+    for event in stream.events():
+        if "error" in event:
+            raise RequestError(f"the server says: {event['error']['message']}")
+        for choice in event["choices"]:
+            tokens += choice["token_ids"]
+    assert stream.first_s is not None
+    return Timed(time.perf_counter() - begun, stream.first_s - begun, tokens)
+
+
+def _report(config: ServeBenchConfig, offline: Sequence[Timed], served: Sequence[Timed]) -> dict[str, Any]:
+    pairs = list(zip(offline, served, strict=True))
+    return {
+        "config": asdict(config),
+        "offline_tokens_per_s": median(len(run.token_ids) / run.seconds for run in offline),
+        "http_tokens_per_s": median(len(run.token_ids) / run.seconds for run in served),
+        "ratio": median(one.seconds / other.seconds for one, other in pairs),
+        "offline_ttft_ms": 1000 * median(run.first_s for run in offline),
+        "http_ttft_ms": 1000 * median(run.first_s for run in served),
+        "ttft_overhead_ms": 1000 * median(other.first_s - one.first_s for one, other in pairs),
+        "texts": len(pairs),
+        "texts_that_differ": sum(one.token_ids != other.token_ids for one, other in pairs),
+    }

@@ -1,0 +1,105 @@
+"""`outrider serve` as a process: started, asked, looked into, ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from outrider.errors import ModelError
+
+START_LIMIT_S = 300.0
+STOP_LIMIT_S = 60.0
+SERVING_AT = re.compile(r"at (http://\S+)/v1")
+COMMAND = "from outrider.api.cli.main import main; main()"
+
+
+class ServerProcess:
+    """On a port that is free."""
+
+    def __init__(self, options: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "serve", "--port", "0", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            # One line for each thing it says.
+            env={**os.environ, "COLUMNS": "1000", **(environment or {})},
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._said = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            found = SERVING_AT.search(line)
+            if found is not None:
+                self.url = found[1]
+                self._said.set()
+        self._said.set()
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_ready(self) -> None:
+        self._said.wait(START_LIMIT_S)
+        if not self.url:
+            self.stop()
+            raise ModelError(f"the server did not start: {' '.join(self.lines[-3:]) or 'it said nothing'}")
+
+    def children(self) -> dict[str, list[int]]:
+        """Process ids by what they are: engine_process, text_process."""
+        found: dict[str, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                parent = re.search(r"^PPid:\s+(\d+)", (entry / "status").read_text(), re.MULTILINE)
+                command = (entry / "cmdline").read_bytes().decode().split("\0")
+            except (OSError, ValueError):
+                continue
+            if parent is not None and int(parent[1]) == self.process.pid and "-m" in command:
+                found.setdefault(command[command.index("-m") + 1].rpartition(".")[2], []).append(int(entry.name))
+        return found
+
+    @property
+    def engine_pid(self) -> int:
+        return self.children()["engine_process"][0]
+
+    def stop(self) -> int:
+        """SIGTERM, as a service manager does; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_LIMIT_S)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+
+
+def resident_mb(pid: int) -> float:
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """For what happens soon, but in another process; False if it did not."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,88 @@
+"""What the front end is told of an engine, and what it can count."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import asdict
+
+from outrider.engine.engine import Engine
+from outrider.kv.census import take_census
+from outrider.server.messages import ArenaPages, Counters, Facts, GroupPageCounts, Pages, RecentHit
+
+
+def facts_of(engine: Engine) -> Facts:
+    model, config, kv = engine.model, engine.config, engine.scheduler.kv
+    template, speculation = model.chat_template, config.speculative_config
+    defaults = {name: value for name, value in asdict(model.generation).items() if value is not None}
+    target = kv.layout.target_groups
+    return Facts(
+        model_name=model.name,
+        fingerprint=model.fingerprint,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=model.spec.vocab_size,
+        device=str(engine.runner.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        tokenizer=model.tokenizer.to_json(),
+        tokenizer_source=model.tokenizer.source,
+        bos_id=model.tokenizer.bos_id,
+        eos_ids=model.tokenizer.eos_ids,
+        templates={} if template is None else template.templates,
+        template_source="" if template is None else template.source,
+        template_variables={} if template is None else template.variables,
+        sampling_defaults=defaults,
+        drafter=None if speculation is None else speculation.method,
+        drafts_max=engine.k,
+        kv_tokens=min((kv.pool.arena(g).num_pages - 1) * kv.layout.groups[g].page_tokens for g in target),
+        supports_grammars=engine.supports_grammars,
+        sanitizer=config.sanitizer,
+    )
+
+
+def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, aborted: int) -> Counters:
+    scheduler, kv = engine.scheduler, engine.scheduler.kv
+    pages = sum(arena.num_pages - 1 for arena in kv.pool.arenas)
+    speculation, sanitizer = engine.speculation, engine.sanitizer
+    return Counters(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting + scheduler.num_loading,
+        kv_usage=sum(arena.num_held for arena in kv.pool.arenas) / pages,
+        aborted=aborted,
+        preemptions=scheduler.num_preemptions,
+        queried_tokens=kv.queried_tokens,
+        hit_tokens=kv.hit_tokens,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=generated_tokens,
+        drafts=speculation.drafts,
+        draft_tokens=speculation.draft_tokens,
+        accepted_tokens=speculation.accepted_tokens,
+        accepted_at=speculation.accepted_at,
+        dropped_drafts=kv.dropped_drafts,
+        violations=0 if sanitizer is None else len(sanitizer.violations),
+    )
+
+
+class RecentHits:
+    """What the prefix cache gave to the latest requests."""
+
+    def __init__(self, most: int = 32) -> None:
+        self._hits: deque[tuple[float, int, int]] = deque(maxlen=most)
+
+    def note(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._hits.appendleft((time.monotonic(), prompt_tokens, cached_tokens))
+
+    def listed(self) -> list[RecentHit]:
+        now = time.monotonic()
+        return [RecentHit(age_s=now - at, prompt_tokens=asked, cached_tokens=hit) for at, asked, hit in self._hits]
+
+
+def pages_of(engine: Engine, call: int, hits: RecentHits) -> Pages:
+    census = take_census(engine.scheduler.kv)
+    return Pages(
+        call=call,
+        step=census.step,
+        arenas=[ArenaPages(**arena._asdict()) for arena in census.arenas],
+        groups=[GroupPageCounts(**group._asdict()) for group in census.groups],
+        recent_hits=hits.listed(),
+    )

@@ -1,0 +1,162 @@
+"""Orders in, one step, a report out; again and again.
+
+A step never waits for the front end: reports are queued by ZMQ without limit, and their size is bounded by
+what the requests that run may still write.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import zmq
+
+from outrider.engine.engine import Engine
+from outrider.errors import RequestError
+from outrider.server.engine_process.deltas import RequestReporter
+from outrider.server.engine_process.facts import RecentHits, counters_of, facts_of, pages_of
+from outrider.server.messages import (
+    Abort,
+    Accepted,
+    CacheWasReset,
+    Delta,
+    LookAtPages,
+    Ready,
+    Refused,
+    ResetCache,
+    StepReport,
+    Stop,
+    Submit,
+    ToFront,
+    decode_to_engine,
+    encode,
+)
+
+logger = logging.getLogger("outrider.engine")
+
+REPORT_INTERVAL_S = 0.25
+"""Figures are sent at least so often while there is work, even if no client waits for text."""
+FAILED_STEPS_MAX = 3
+"""After so many steps in a row that raised, the process gives up: a fresh one may do better."""
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._reporters: dict[str, RequestReporter] = {}
+        self._hits = RecentHits()
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._aborted = 0
+        self._gaps_s: list[float] = []
+        self._reported_s = 0.0
+        self._stopped = False
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        self._send(Ready(facts=facts_of(self._engine)))
+        while not self._stopped:
+            self._take_orders(wait=not self._engine.has_work)
+            if self._engine.has_work:
+                self._step()
+
+    def _send(self, message: ToFront) -> None:
+        self._socket.send(encode(message))
+
+    # ---- orders ------------------------------------------------------------------------------------
+
+    def _take_orders(self, *, wait: bool) -> None:
+        """All that are there; if there is nothing else to do, at least one."""
+        taken = False
+        while not self._stopped and self._socket.poll(None if wait else 0, zmq.POLLIN):
+            self._obey(self._socket.recv())
+            wait, taken = False, True
+        if taken and not self._engine.has_work:
+            # No step will tell how things stand now.
+            self._report([])
+
+    def _obey(self, frame: bytes) -> None:
+        match decode_to_engine(frame):
+            case Submit() as order:
+                self._submit(order)
+            case Abort(request_id=name):
+                if self._reporters.pop(name, None) is not None:
+                    self._engine.abort(name)
+                    self._aborted += 1
+            case ResetCache(call=call):
+                self._engine.reset_prefix_cache()
+                self._send(CacheWasReset(call=call))
+            case LookAtPages(call=call):
+                self._send(pages_of(self._engine, call, self._hits))
+            case Stop():
+                self._stopped = True
+
+    def _submit(self, order: Submit) -> None:
+        name = order.request_id
+        try:
+            self._engine.add_request(
+                name,
+                order.prompt_token_ids,
+                order.params,
+                priority=order.priority,
+                salt=order.salt,
+                speculate=order.speculate,
+            )
+        except RequestError as error:
+            self._send(Refused(request_id=name, message=str(error)))
+        except Exception as error:
+            # Whatever it is, it is this request's alone.
+            logger.exception("request %s could not be started", name)
+            self._send(Refused(request_id=name, message=f"{type(error).__name__}: {error}", is_ours=True))
+        else:
+            self._reporters[name] = RequestReporter(
+                self._engine.output(name), arrival_s=order.arrival_s, stream=order.stream
+            )
+            self._prompt_tokens += len(order.prompt_token_ids)
+            self._send(Accepted(request_id=name))
+
+    # ---- steps -------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        try:
+            changed = [output.request_id for output in self._engine.step()]
+            self._failed_steps = 0
+        except Exception:
+            self._failed_steps += 1
+            logger.exception("a step failed; its requests end with an error")
+            if self._failed_steps >= FAILED_STEPS_MAX:
+                raise
+            # Whoever was in it has ended.
+            changed = [name for name, reporter in self._reporters.items() if reporter.output.finished]
+        now = time.monotonic()
+        deltas = []
+        for name in changed:
+            reporter = self._reporters[name]
+            self._note(reporter, now)
+            deltas += reporter.deltas()
+            if reporter.output.finished:
+                del self._reporters[name]
+                self._hits.note(len(reporter.output.prompt_token_ids), reporter.output.metrics.cached_tokens)
+        if deltas or now - self._reported_s > REPORT_INTERVAL_S:
+            self._report(deltas, now)
+
+    def _note(self, reporter: RequestReporter, now: float) -> None:
+        new = reporter.count_new_tokens()
+        if not new:
+            return
+        self._generated_tokens += new
+        if reporter.last_tokens_s is not None:
+            self._gaps_s.append(now - reporter.last_tokens_s)
+        reporter.last_tokens_s = now
+
+    def _report(self, deltas: list[Delta], now: float | None = None) -> None:
+        gaps, self._gaps_s = self._gaps_s, []
+        self._reported_s = time.monotonic() if now is None else now
+        counters = counters_of(
+            self._engine,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            aborted=self._aborted,
+        )
+        self._send(StepReport(deltas=deltas, counters=counters, gaps_s=gaps))

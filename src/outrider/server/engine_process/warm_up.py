@@ -1,0 +1,32 @@
+"""A first generation that nobody waits for: kernels compile and memory is touched before clients come."""
+
+from __future__ import annotations
+
+from outrider.engine.engine import Engine
+from outrider.engine.speculation import SpeculationCounts
+from outrider.errors import RequestError
+from outrider.sampling import SamplingParams
+
+PROMPT_TOKENS = 3
+"""Less than a page: nothing of it stays in the prefix cache."""
+
+
+def warm_up(engine: Engine) -> None:
+    """Plain, sampled and with log-probabilities, with and without drafts."""
+    tokens = min(engine.k + 4, engine.max_model_len - PROMPT_TOKENS)
+    prompt = [token % engine.model.spec.vocab_size for token in range(PROMPT_TOKENS)]
+    for number, params in enumerate(
+        (
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
+            SamplingParams(temperature=1, top_p=0.9, top_k=20, seed=0, max_tokens=tokens, ignore_eos=True, logprobs=1),
+        )
+    ):
+        try:
+            engine.add_request(f"warm-up-{number}", prompt, params)
+        except RequestError:
+            # A context too short for this serves short requests all the same.
+            continue
+    while engine.has_work:
+        engine.step()
+    engine.reset_prefix_cache()
+    engine.speculation = SpeculationCounts()

@@ -1,0 +1,101 @@
+"""A chat request's messages as the model's template wants them, within the server's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.server.config import ServerConfig
+from outrider.server.front.problems import Problem
+from outrider.server.messages import Facts
+from outrider.server.protocol.chat import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool
+from outrider.server.protocol.tokenize import TokenizeRequest
+from outrider.server.text_process.messages import Render
+
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "self"}
+)
+"""What a client may not set: the rest of its request says it."""
+
+
+def render_order(
+    body: ChatRequest | TokenizeRequest, config: ServerConfig, facts: Facts, *, with_tools: bool, tokens_max: int
+) -> Render:
+    if not facts.templates:
+        raise Problem(
+            f"{facts.model_name} has no chat template, so it is not made for conversations; use /v1/completions",
+            code="no_chat_template",
+        )
+    messages = body.messages or []
+    if len(messages) > config.messages_max:
+        raise Problem(f"at most {config.messages_max} messages, got {len(messages)}", param="messages")
+    variables = body.chat_template_kwargs or {}
+    reserved = RESERVED_VARIABLES.intersection(variables) | {name for name in variables if not name.isidentifier()}
+    if reserved:
+        raise Problem(f"chat_template_kwargs may not set {sorted(reserved)[0]!r}", param="chat_template_kwargs")
+    if body.continue_final_message:
+        if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+            raise Problem("continue_final_message and add_generation_prompt exclude each other; give one")
+        if messages[-1].role != "assistant":
+            raise Problem("continue_final_message needs a last message of the assistant", param="messages")
+    return Render(
+        messages=[_plain(message, place) for place, message in enumerate(messages)],
+        tools=tool_definitions(body.tools, config) if with_tools else None,
+        variables=variables,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_last=body.continue_final_message,
+        tokens_max=tokens_max,
+    )
+
+
+def _plain(message: ChatMessage, place: int) -> dict[str, Any]:
+    # Templates know the older name of the role.
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    content = _text(message.content, place)
+    if content is None and not message.tool_calls:
+        raise Problem(f"messages[{place}] has no content", param="messages")
+    plain["content"] = content or ""
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise Problem(f"messages[{place}]: only the assistant calls tools", param="messages")
+        plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+    if message.role == "tool" and message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _text(content: str | Sequence[ContentPart] | None, place: int) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        said = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        if said is None:
+            raise Problem(
+                f"messages[{place}]: a part of type {part.type[:40]!r} cannot be read; this server takes text only",
+                param="messages",
+            )
+        texts.append(said)
+    return "\n".join(texts)
+
+
+def tool_definitions(tools: Sequence[Tool] | None, config: ServerConfig) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if len(tools) > config.tools_max:
+        raise Problem(f"at most {config.tools_max} tools, got {len(tools)}", param="tools")
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def check_tool_choice(body: ChatRequest) -> None:
+    choice, names = body.tool_choice, [tool.function.name for tool in body.tools or []]
+    if choice in (None, "none", "auto"):
+        return
+    if not names:
+        raise Problem("tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise Problem(
+            f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools", param="tool_choice"
+        )

@@ -1,0 +1,245 @@
+"""What every route works with: the engine behind its supervisor, the text processes, the tokenizer, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from outrider.errors import RequestError
+from outrider.models.tokenizer import Tokenizer, tokenizer_from_json
+from outrider.sampling import SamplingParams
+from outrider.server.config import ServerConfig
+from outrider.server.front.problems import Problem, queue_full, unavailable
+from outrider.server.front.streams import Arrival, Job
+from outrider.server.front.supervisor import State, Supervisor
+from outrider.server.front.tokens import TokenTexts
+from outrider.server.messages import Accepted, Delta, Facts, Pages, Refused, Submit
+from outrider.server.observe.metrics import Metrics
+from outrider.server.observe.tracing import Tracer
+from outrider.server.text_process.messages import Encode, Render, TextOrder
+from outrider.server.text_process.pool import TextPool
+
+
+class Service:
+    def __init__(self, config: ServerConfig, supervisor: Supervisor, metrics: Metrics, tracer: Tracer) -> None:
+        self.config = config
+        self.supervisor = supervisor
+        self.metrics = metrics
+        self.tracer = tracer
+        self.draining = False
+        self.begin_drain: Callable[[], None] = lambda: None
+        """Set by whoever can end the server."""
+        self.started_s = time.time()
+        self._text: TextPool | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._token_texts: TokenTexts | None = None
+        self._pages: Pages | None = None
+        self._pages_s = 0.0
+        self._looking = asyncio.Lock()
+
+    async def prepare(self, facts: Facts) -> None:
+        """Called once, when the engine is ready for the first time."""
+        self._tokenizer = tokenizer_from_json(
+            facts.tokenizer, source=facts.tokenizer_source, bos_id=facts.bos_id, eos_ids=facts.eos_ids
+        )
+        self._token_texts = TokenTexts(self._tokenizer)
+        text = TextPool(facts, processes=self.config.text_processes, limit_s=self.config.render_limit_s)
+        await text.start()
+        self._text = text
+
+    async def close(self) -> None:
+        if self._text is not None:
+            await self._text.close()
+
+    # ---- how things stand --------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.why_not_ready is None
+
+    @property
+    def why_not_ready(self) -> str | None:
+        if self.draining:
+            return "the server is draining"
+        if self.supervisor.state is State.READY and self._text is not None:
+            return None
+        loading = self.supervisor.loading
+        doing = f": {loading.what}, {loading.done} of {loading.total}" if loading is not None else ""
+        return f"the engine is {'being restarted' if self.supervisor.restarts else 'loading'}{doing}"
+
+    @property
+    def facts(self) -> Facts:
+        if self.supervisor.facts is None:
+            raise unavailable("the model is still loading; try again in a moment")
+        return self.supervisor.facts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise unavailable("the model is still loading; try again in a moment")
+        return self._tokenizer
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        assert self._token_texts is not None
+        return self._token_texts
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.served_model_names or (self.facts.model_name,)
+
+    async def pages(self, *, max_age_s: float) -> Pages:
+        """How KV pages stood at most so long ago."""
+        async with self._looking:
+            if self._pages is None or time.monotonic() - self._pages_s > max_age_s:
+                self._pages = await self.supervisor.pages()
+                self._pages_s = time.monotonic()
+            return self._pages
+
+    def check_ready(self) -> None:
+        why = self.why_not_ready
+        if why is not None:
+            raise unavailable(f"{why}; try again in a moment")
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with."""
+        names = self.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            raise Problem(
+                f"the model {asked[:200]!r} is not served here; there is: {', '.join(names)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    # ---- text --------------------------------------------------------------------------------------
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        most = self.facts.max_model_len - 1
+        return most if self.config.prompt_tokens_max is None else min(most, self.config.prompt_tokens_max)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, tokens_max: int | None = None) -> list[int]:
+        most = self.prompt_tokens_max if tokens_max is None else tokens_max
+        return await self._tokens(Encode(text=text, add_special_tokens=add_special_tokens, tokens_max=most), most)
+
+    async def render(self, order: Render) -> list[int]:
+        return await self._tokens(order, order.tokens_max)
+
+    async def _tokens(self, order: TextOrder, most: int) -> list[int]:
+        if self._text is None:
+            raise unavailable("the model is still loading; try again in a moment")
+        try:
+            tokens = await self._text.tokens(order)
+        except RequestError as error:
+            raise Problem(str(error)) from None
+        if tokens.count > most:
+            raise self.too_long(tokens.count)
+        return tokens.token_ids
+
+    def too_long(self, prompt_tokens: int, max_tokens: int = 1) -> Problem:
+        most = self.prompt_tokens_max
+        if prompt_tokens > most and most < self.facts.max_model_len - 1:
+            said = f"a prompt may have at most {most} tokens here, but this one has {prompt_tokens}"
+            excess = prompt_tokens - most
+        else:
+            said = (
+                f"this model's context holds {self.facts.max_model_len} tokens, but {prompt_tokens + max_tokens} were "
+                f"asked for ({prompt_tokens} in the prompt, {max_tokens} to generate)"
+            )
+            excess = prompt_tokens + max_tokens - self.facts.max_model_len
+        return Problem(
+            f"{said}: {excess} too many; shorten the prompt or lower max_tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+    def check_length(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if len(prompt) > self.prompt_tokens_max or len(prompt) + wanted > self.facts.max_model_len:
+            raise self.too_long(len(prompt), wanted)
+
+    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+        if not ids:
+            raise Problem("the prompt is empty; send at least one token", param=param)
+        bad = next((token for token in ids if not 0 <= token < self.facts.vocab_size), None)
+        if bad is not None:
+            raise Problem(
+                f"token id {bad} is not in the vocabulary of {self.facts.vocab_size} tokens; use this model's "
+                "tokenizer",
+                param=param,
+                code="invalid_token_id",
+            )
+
+    # ---- generating --------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def generate(self, orders: Sequence[Submit]) -> AsyncGenerator[Answers, None]:
+        """Inside, the engine has taken all of them; leaving ends those that still run."""
+        self.check_ready()
+        wanted = sum(order.params.n for order in orders)
+        limit = self.facts.max_num_seqs + self.config.queue_max
+        if self.supervisor.requests.num_sequences + wanted > limit:
+            raise queue_full(self.supervisor.requests.num_sequences)
+        with Job(self.supervisor.requests, orders) as job:
+            answers = Answers(job, self.config.request_limit_s)
+            await answers.accepted()
+            yield answers
+
+
+class Answers:
+    """What arrives for a job, within the time it has."""
+
+    def __init__(self, job: Job, limit_s: float) -> None:
+        self._job = job
+        self._limit_s = limit_s
+        self._deadline_s = asyncio.get_running_loop().time() + limit_s
+
+    async def accepted(self) -> None:
+        missing, early = len(self._job.orders), []
+        while missing:
+            arrival = await self._next()
+            if isinstance(arrival.item, Accepted):
+                missing -= 1
+            else:
+                early.append(arrival)
+        self._job.put_back(early)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(which of the orders, what it gained), until all have ended."""
+        while not self._job.finished:
+            place, item = await self._next()
+            assert isinstance(item, Delta)
+            if item.ending is not None and item.ending.error is not None:
+                raise Problem(
+                    f"the engine could not finish this request: {item.ending.error}",
+                    status=500,
+                    type="server_error",
+                    code="engine_error",
+                )
+            yield place, item
+
+    async def _next(self) -> Arrival:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                arrival = await self._job.next()
+        except TimeoutError:
+            raise Problem(
+                f"the request took longer than {self._limit_s:g} s; ask for fewer tokens",
+                status=504,
+                type="server_error",
+                code="timeout",
+            ) from None
+        item = arrival.item
+        if isinstance(item, Refused):
+            if item.is_ours:
+                raise Problem(item.message, status=500, type="server_error", code="engine_error")
+            raise Problem(item.message)
+        if isinstance(item, Exception):
+            raise item
+        return arrival

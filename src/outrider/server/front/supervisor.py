@@ -1,0 +1,251 @@
+"""Starts the engine process, passes messages, and starts another one if it dies.
+
+starting ──Ready──▶ ready ──process ends──▶ starting (all who wait are told)      any ──stop()──▶ stopped
+    └──Broken at the very first start──▶ stopped, with the reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from outrider.config import EngineConfig
+from outrider.errors import ConfigError, ModelError, OutriderError
+from outrider.server.front.problems import engine_died, unavailable
+from outrider.server.front.streams import OpenRequests
+from outrider.server.messages import (
+    Accepted,
+    Broken,
+    CacheWasReset,
+    Facts,
+    Loading,
+    LookAtPages,
+    Pages,
+    Ready,
+    Refused,
+    ResetCache,
+    Setup,
+    StepReport,
+    Stop,
+    ToEngine,
+    ToFront,
+    decode_to_front,
+    encode,
+)
+
+logger = logging.getLogger("outrider.server")
+
+MODULE = "outrider.server.engine_process"
+STOP_LIMIT_S = 5.0
+LAST_WORDS_S = 0.2
+RESTART_WAITS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Before each further attempt; an engine that became ready starts the series anew."""
+
+
+class State(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """Use `start`, then wait for `first_ready`; `stop` at the end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        grammar_compile_limit_s: float,
+        on_report: Callable[[StepReport], None] = lambda report: None,
+        on_end: Callable[[], None] = lambda: None,
+        on_loading: Callable[[Loading], None] = lambda loading: None,
+    ) -> None:
+        self.state = State.STARTING
+        self.facts: Facts | None = None
+        self.requests = OpenRequests(self)
+        self.restarts = 0
+        self.pid: int | None = None
+        self.loading: Loading | None = None
+        self.first_ready: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._grammar_compile_limit_s = grammar_compile_limit_s
+        self._on_report = on_report
+        self._on_end = on_end
+        self._on_loading = on_loading
+        # 0700: nobody else on this machine may speak to the engine.
+        self._directory = tempfile.mkdtemp(prefix="outrider-")
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._calls: dict[int, asyncio.Future[CacheWasReset | Pages]] = {}
+        self._call_number = 0
+        self._process: Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- what the rest of the front end does -------------------------------------------------------
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise())
+
+    def send(self, message: ToEngine) -> None:
+        if self.state is not State.READY:
+            raise unavailable("the engine is not ready; try again in a moment")
+        self._send(message)
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._socket is not None
+        # Without a limit on the queue it is sent at once, or not at all: then the process has ended, which shows.
+        sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def reset_cache(self) -> None:
+        await self._call(lambda call: ResetCache(call=call))
+
+    async def pages(self) -> Pages:
+        answer = await self._call(lambda call: LookAtPages(call=call))
+        assert isinstance(answer, Pages)
+        return answer
+
+    async def _call(self, order: Callable[[int], ToEngine]) -> CacheWasReset | Pages:
+        self._call_number += 1
+        call = self._call_number
+        future: asyncio.Future[CacheWasReset | Pages] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        try:
+            self.send(order(call))
+            return await future
+        finally:
+            del self._calls[call]
+
+    async def stop(self) -> None:
+        """End the process; who still waits is told."""
+        was_ready, self.state = self.state is State.READY, State.STOPPED
+        if self._process is not None and self._process.returncode is None:
+            if was_ready:
+                self._send(Stop())
+            else:
+                self._process.kill()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_LIMIT_S)
+            except TimeoutError:
+                self._process.kill()
+        if self._task is not None:
+            await self._task
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # ---- one process after the other ---------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while not self._is_stopped:
+            await asyncio.sleep(RESTART_WAITS_S[min(failures, len(RESTART_WAITS_S) - 1)])
+            error, was_ready = await self._run_one(number=self.restarts)
+            self._tell_everybody()
+            if self._is_stopped:
+                break
+            if not self.first_ready.done():
+                self.state = State.STOPPED
+                self.first_ready.set_exception(error)
+                break
+            failures = 0 if was_ready else failures + 1
+            self.restarts += 1
+            self._on_end()
+            logger.error("the engine process has ended (%s); starting it again", error)
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self.state is State.STOPPED
+
+    def _tell_everybody(self) -> None:
+        self.requests.fail_all(engine_died())
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(engine_died())
+
+    async def _run_one(self, number: int) -> tuple[OutriderError, bool]:
+        """Returns when the process has ended: why, and whether it had been ready."""
+        endpoint = f"ipc://{self._directory}/engine-{number}"
+        socket = self._context.socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.bind(endpoint)
+        self._socket = socket
+        setup = Setup(endpoint=endpoint, engine=self._config, grammar_compile_limit_s=self._grammar_compile_limit_s)
+        # A session of its own: Ctrl-C in a terminal is for the front end. Its input stays open as long as we live.
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", MODULE, stdin=PIPE, start_new_session=True
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(setup) + b"\n")
+        self.pid = process.pid
+        reader = asyncio.create_task(self._read(socket))
+        waiter = asyncio.create_task(process.wait())
+        await asyncio.wait((reader, waiter), return_when=asyncio.FIRST_COMPLETED)
+        was_ready = self.state is State.READY
+        if not self._is_stopped:
+            self.state = State.STARTING
+        if reader.done():
+            # What it says cannot be used, or it says that it cannot start.
+            with suppress(ProcessLookupError):
+                process.kill()
+        else:
+            # What it said last may still be on its way.
+            await asyncio.wait((reader,), timeout=LAST_WORDS_S)
+        status = await waiter
+        reader.cancel()
+        await asyncio.wait((reader,))
+        socket.close(linger=0)
+        problem = None if reader.cancelled() else reader.exception()
+        if isinstance(problem, OutriderError):
+            return problem, was_ready
+        why = f": {problem!r}" if problem else ""
+        return ModelError(f"the engine process ended {_how(status)}{why}"), was_ready
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            self._take(decode_to_front(await socket.recv()))
+
+    def _take(self, message: ToFront) -> None:
+        match message:
+            case StepReport():
+                for delta in message.deltas:
+                    self.requests.deliver(delta.request_id, delta)
+                self._on_report(message)
+            case Accepted() | Refused():
+                self.requests.deliver(message.request_id, message)
+            case CacheWasReset(call=call) | Pages(call=call):
+                future = self._calls.get(call)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case Loading():
+                self.loading = message
+                self._on_loading(message)
+            case Ready(facts=facts):
+                self._become_ready(facts)
+            case Broken(kind=kind, message=text):
+                raise (ModelError if kind == ModelError.__name__ else ConfigError)(text)
+
+    def _become_ready(self, facts: Facts) -> None:
+        if self.facts is not None and facts.fingerprint != self.facts.fingerprint:
+            # Tokens and limits that the front end has are of another model: nothing it serves would be right.
+            raise ConfigError("the model's files have changed since the server started; start it again")
+        self.facts, self.loading = facts, None
+        if self.state is State.STOPPED:
+            return
+        self.state = State.READY
+        if not self.first_ready.done():
+            self.first_ready.set_result(facts)
+
+
+def _how(status: int) -> str:
+    return f"by signal {-status}" if status < 0 else f"with status {status}"

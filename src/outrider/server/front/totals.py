@@ -1,0 +1,71 @@
+"""What a client's request came to: usage, and how speculation did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.engine.speculation import SpeculationCounts
+from outrider.server.messages import Delta, Ending, Submit
+
+
+class Totals:
+    """Over all engine requests of one client request."""
+
+    def __init__(self, orders: Sequence[Submit]) -> None:
+        self._orders = len(orders)
+        self.prompt_tokens = sum(len(order.prompt_token_ids) for order in orders)
+        self.completion_tokens = 0
+        self.endings: list[Ending] = []
+
+    def take(self, delta: Delta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        if delta.ending is not None:
+            self.endings.append(delta.ending)
+
+    @property
+    def complete(self) -> bool:
+        """Has everything ended?"""
+        return len(self.endings) == self._orders
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(ending.cached_tokens for ending in self.endings)
+
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        firsts = [each.first_token_s - each.arrival_s for each in self.endings if each.first_token_s is not None]
+        return {
+            "time_to_first_token_s": min(firsts, default=None),
+            "engine_time_s": max((each.finished_s - each.arrival_s for each in self.endings), default=None),
+            "steps": sum(each.steps for each in self.endings),
+            "speculative_decoding": self._speculation(),
+        }
+
+    def _speculation(self) -> dict[str, Any]:
+        counts = SpeculationCounts()
+        for ending in self.endings:
+            told = ending.speculation
+            counts.add(
+                SpeculationCounts(
+                    drafts=told.drafts,
+                    draft_tokens=told.draft_tokens,
+                    accepted_tokens=told.accepted_tokens,
+                    accepted_at=told.accepted_at,
+                )
+            )
+        return {
+            "drafts": counts.drafts,
+            "draft_tokens": counts.draft_tokens,
+            "accepted_tokens": counts.accepted_tokens,
+            "acceptance_length": counts.mean_acceptance_length,
+            "acceptance_rate": counts.acceptance_rate,
+            "accepted_per_position": counts.accepted_at,
+        }

@@ -1,0 +1,1 @@
+"""What lies between a socket and a route: keys, sizes, JSON, event streams, errors."""

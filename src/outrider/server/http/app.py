@@ -1,0 +1,32 @@
+"""The HTTP application: routes, errors, and what lies in front of them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from outrider import __version__
+from outrider.server.front.service import Service
+from outrider.server.http import errors
+from outrider.server.http.bodies import BodyLimits
+from outrider.server.http.counting import Counting
+from outrider.server.http.keys import Keys
+from outrider.server.routes import admin, chat, completions, metrics, pages, responses, state, tokenize
+
+
+def make_app(service: Service) -> FastAPI:
+    app = FastAPI(
+        title="Outrider",
+        version=__version__,
+        description="LLM inference built around speculative decoding, behind OpenAI's API.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    errors.install(app)
+    for module in (state, completions, chat, responses, tokenize, metrics, pages, admin):
+        app.include_router(module.router)
+    # The last one added comes first.
+    app.add_middleware(BodyLimits, config=service.config)
+    app.add_middleware(Keys, config=service.config)
+    app.add_middleware(Counting, metrics=service.metrics)
+    return app

@@ -1,0 +1,122 @@
+"""Bodies of requests: not too large, not too slow, not too deep, and JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.server.config import ServerConfig
+from outrider.server.front.problems import Problem
+from outrider.server.http.answers import send_problem
+
+DEPTH_MAX = 64
+"""Lists and objects inside each other: nobody means more, and deep ones break whoever walks through them."""
+
+
+class BodyLimits:
+    """ASGI middleware: reads the whole body before anybody else sees the request."""
+
+    def __init__(self, app: Any, config: ServerConfig) -> None:
+        self._app = app
+        self._bytes_max = config.body_bytes_max
+        self._limit_s = config.idle_limit_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            announced = dict(scope["headers"]).get(b"content-length", b"0")
+            if announced.isdigit() and int(announced) > self._bytes_max:
+                raise self._too_large()
+            async with asyncio.timeout(self._limit_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            problem = Problem(f"the body did not arrive within {self._limit_s:g} s", status=408, code="body_timeout")
+            await send_problem(problem, send, close=True)
+            return
+        except Problem as problem:
+            await send_problem(problem, send, close=True)
+            return
+        if body is None:
+            return
+        handed_over = False
+
+        async def receive_again() -> Any:
+            nonlocal handed_over
+            if handed_over:
+                return await receive()
+            handed_over = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_again, send)
+
+    async def _read(self, receive: Any) -> bytes | None:
+        """None if the client has left."""
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self._bytes_max:
+                raise self._too_large()
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> Problem:
+        return Problem(
+            f"the body is larger than {self._bytes_max:,} bytes; send less, or raise --max-body-bytes",
+            status=413,
+            code="body_too_large",
+        )
+
+
+class JsonRequest(Request):
+    """Strict JSON: no NaN, no half characters, no bottomless nesting."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            value = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Problem(f"the body is no valid JSON: {error}", code="invalid_json") from None
+        except RecursionError:
+            raise _too_deep() from None
+        if body.count(b"[") + body.count(b"{") > DEPTH_MAX:
+            check_depth(value)
+        return value
+
+
+def check_depth(value: object) -> None:
+    waiting = [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        if depth > DEPTH_MAX:
+            raise _too_deep()
+        waiting += [(each, depth + 1) for each in inner if isinstance(each, dict | list)]
+
+
+def _too_deep() -> Problem:
+    return Problem(f"lists and objects may be nested at most {DEPTH_MAX} deep", code="too_deep")
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read by `JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        original = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            return await original(JsonRequest(request.scope, request.receive))
+
+        return handler

@@ -1,0 +1,35 @@
+"""Counts requests by route and status, and notes when each arrived. The outermost layer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from outrider.server.observe.metrics import Metrics
+
+ARRIVAL = "outrider.arrival_s"
+"""Where routes find in the ASGI scope when their request arrived, by the monotonic clock."""
+NO_ROUTE = "none"
+
+
+class Counting:
+    """ASGI middleware."""
+
+    def __init__(self, app: Any, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[ARRIVAL] = time.monotonic()
+
+        async def counted_send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                # Not the path: anybody could make up as many of those as they like.
+                route = getattr(scope.get("route"), "path", NO_ROUTE)
+                self._metrics.count_http(route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted_send)

@@ -1,0 +1,87 @@
+"""Server-sent events, and what happens when the client leaves.
+
+A client that disconnects, or takes nothing for too long, cancels whoever makes the events; what they wait for in
+the engine ends with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.server.http.answers import to_json
+
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+CLIENT_LEFT_STATUS = 499
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that collect before they pass on would make a stream pointless.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(content: object, name: str | None = None) -> bytes:
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + to_json(content) + b"\n\n"
+
+
+class EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], held: AsyncExitStack, *, idle_limit_s: float) -> None:
+        """`held` is what the events come from; it is let go of when the stream ends, however it ends."""
+        super().__init__()
+        self._events = events
+        self._held = held
+        self._idle_limit_s = idle_limit_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        sender = asyncio.create_task(self._send_all(send))
+        listener = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sender, listener), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listener.cancel()
+            if not sender.done():
+                sender.cancel()
+            with suppress(asyncio.CancelledError, OSError, TimeoutError):
+                await sender
+            await self._events.aclose()
+            await self._held.aclose()
+
+    async def _send_all(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        async for chunk in self._events:
+            async with asyncio.timeout(self._idle_limit_s):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Do the work; stop if nobody waits for it any more."""
+    worker = asyncio.create_task(work)
+    listener = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((worker, listener), return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        return Response(status_code=CLIENT_LEFT_STATUS)
+    finally:
+        listener.cancel()
+        if not worker.done():
+            worker.cancel()
+            with suppress(asyncio.CancelledError):
+                await worker
+
+
+async def _disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,53 @@
+"""Totals over all engine processes that this server has had: one that dies takes its counts with it, these stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.server.messages import Counters, Delta, Ending, StepReport
+
+STATES = frozenset({"running", "waiting", "kv_usage"})
+"""They say how things stand, and are not added up."""
+
+
+class Figures:
+    def __init__(self) -> None:
+        self._before = Counters()
+        self._now = Counters()
+        self.restarts = 0
+        self.on_gap: Callable[[float], None] = lambda gap_s: None
+        self.on_abort: Callable[[int], None] = lambda count: None
+        self.on_ending: Callable[[Delta, Ending], None] = lambda delta, ending: None
+
+    def take(self, report: StepReport) -> None:
+        left = report.counters.aborted - self._now.aborted
+        self._now = report.counters
+        if left:
+            self.on_abort(left)
+        for gap_s in report.gaps_s:
+            self.on_gap(gap_s)
+        for delta in report.deltas:
+            if delta.ending is not None:
+                self.on_ending(delta, delta.ending)
+
+    def engine_ended(self) -> None:
+        self._before, self._now = self.totals, Counters()
+        self.restarts += 1
+
+    @property
+    def totals(self) -> Counters:
+        return added(self._before, self._now)
+
+
+def added(one: Counters, other: Counters) -> Counters:
+    values = {}
+    for name in Counters.__struct_fields__:
+        left, right = getattr(one, name), getattr(other, name)
+        if name in STATES:
+            values[name] = right
+        elif isinstance(right, list):
+            long, short = sorted((left, right), key=len, reverse=True)
+            values[name] = [number + (short[i] if i < len(short) else 0) for i, number in enumerate(long)]
+        else:
+            values[name] = left + right
+    return Counters(**values)

@@ -1,0 +1,45 @@
+"""One line with figures every few seconds, as users of vLLM know it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from outrider.server.messages import Counters
+from outrider.server.observe.figures import Figures
+
+logger = logging.getLogger("outrider.server")
+
+
+async def log_figures(figures: Figures, interval_s: float) -> None:
+    """Until cancelled; silent while there is nothing to say."""
+    before, at = figures.totals, time.monotonic()
+    was_busy = False
+    while True:
+        await asyncio.sleep(interval_s)
+        now, then, at = figures.totals, at, time.monotonic()
+        busy = now.generated_tokens > before.generated_tokens or now.running + now.waiting > 0
+        if busy or was_busy:
+            logger.info("%s", line(before, now, at - then))
+        before, was_busy = now, busy
+
+
+def line(before: Counters, now: Counters, seconds: float) -> str:
+    def per_s(name: str) -> float:
+        return float((getattr(now, name) - getattr(before, name)) / seconds)
+
+    parts = [
+        f"Avg prompt throughput: {per_s('prompt_tokens'):.1f} tokens/s",
+        f"Avg generation throughput: {per_s('generated_tokens'):.1f} tokens/s",
+        f"Running: {now.running} reqs",
+        f"Waiting: {now.waiting} reqs",
+        f"KV cache usage: {now.kv_usage:.1%}",
+        f"Prefix cache hit rate: {now.hit_tokens / now.queried_tokens if now.queried_tokens else 0.0:.1%}",
+    ]
+    drafts, drafted = now.drafts - before.drafts, now.draft_tokens - before.draft_tokens
+    accepted = now.accepted_tokens - before.accepted_tokens
+    if drafts:
+        parts.append(f"Mean acceptance length: {1 + accepted / drafts:.2f}")
+        parts.append(f"Draft acceptance rate: {accepted / drafted:.1%}")
+    return ", ".join(parts)

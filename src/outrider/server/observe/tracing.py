@@ -1,0 +1,86 @@
+"""OpenTelemetry traces, one span for each client request; only where asked for, and only then imported."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from outrider.errors import ConfigError
+from outrider.server.front.totals import Totals
+
+INSTALL = "pip install 'outrider[otel]'"
+
+
+class Tracer(Protocol):
+    def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoTracer:
+    def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_tracer(endpoint: str | None) -> Tracer:
+    return NoTracer() if endpoint is None else OtlpTracer(endpoint)
+
+
+class OtlpTracer:
+    def __init__(self, endpoint: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.propagate import extract
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry: {INSTALL}") from None
+        self._extract = extract
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "outrider"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("outrider.server")
+
+    def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None:
+        if not totals.endings:
+            return
+        # Engines count by the monotonic clock, traces by the wall's.
+        offset_s = time.time() - time.monotonic()
+        begun = min(ending.arrival_s for ending in totals.endings)
+        ended = max(ending.finished_s for ending in totals.endings)
+        span = self._tracer.start_span(
+            "llm_request", context=self._extract(dict(headers)), start_time=_nanoseconds(begun + offset_s)
+        )
+        for name, value in _attributes(request_id, model, totals).items():
+            if value is not None:
+                span.set_attribute(name, value)
+        span.end(end_time=_nanoseconds(ended + offset_s))
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+def _attributes(request_id: str, model: str, totals: Totals) -> dict[str, Any]:
+    metrics, usage = totals.metrics(), totals.usage()
+    speculation = metrics["speculative_decoding"]
+    queued = [each.scheduled_s - each.arrival_s for each in totals.endings if each.scheduled_s is not None]
+    return {
+        "gen_ai.request.id": request_id,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.completion_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cached_tokens": totals.cached_tokens,
+        "gen_ai.latency.time_in_queue": min(queued, default=None),
+        "gen_ai.latency.time_to_first_token": metrics["time_to_first_token_s"],
+        "gen_ai.latency.e2e": metrics["engine_time_s"],
+        "outrider.speculation.drafts": speculation["drafts"],
+        "outrider.speculation.acceptance_length": speculation["acceptance_length"],
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

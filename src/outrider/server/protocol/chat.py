@@ -1,0 +1,85 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.server.protocol.fields import Fields, GenerationFields
+
+NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+
+class ContentPart(Fields):
+    """Only text; other kinds are refused by their type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Fields):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # What an answer carries and a client sends back with it.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionDefinition(Fields):
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(GenerationFields):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The last message is the beginning of the answer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's template, such as enable_thinking."""

@@ -1,0 +1,100 @@
+"""Fields that requests for completions and for chats share.
+
+What a client sends routinely and what changes nothing here (user, metadata, store, …) is accepted and ignored.
+What would change the meaning of an answer and is not done here is refused: unknown fields are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+    """Accepted; there is none."""
+    continuous_usage_stats: bool = False
+
+
+class JsonSchemaFormat(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Fields):
+    """vLLM's; exactly one of them."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class IgnoredFields(Fields):
+    """They say something about the client, its bill or a speed-up, and nothing about the answer."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class GenerationFields(IgnoredFields):
+    model: str | None = None
+    n: int | None = Field(default=1, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0)
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    priority: int = Field(default=0, ge=0, le=1000)
+    """Lower runs first. A client may step back, but not get in front of those who say nothing."""
+    cache_salt: str | None = Field(default=None, max_length=256)
+    """Prompts with different salts share nothing in the prefix cache."""
+    speculate: bool = True
+    """False: decode plainly. The text is the same."""
+    return_token_ids: bool = False
+    return_token_origins: bool = False
+    """Say of each token whether it is an accepted draft, a correction, a bonus token, or plain."""
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage

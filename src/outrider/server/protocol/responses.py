@@ -1,0 +1,106 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.server.protocol.chat import NAME_PATTERN
+from outrider.server.protocol.fields import Fields, IgnoredFields
+
+
+class InputPart(Fields):
+    """Only text; other kinds are refused by their type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    image_url: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    detail: Any = None
+
+
+class InputItem(Fields):
+    """A message, a call that the model made, or what a call gave."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class ResponsesTool(Fields):
+    type: Literal["function"]
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedResponsesTool(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class ResponsesStreamOptions(Fields):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(IgnoredFields):
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: int | None = Field(default=None, ge=0)
+    stream: bool | None = False
+    stream_options: ResponsesStreamOptions | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    """Answers are not kept: send the whole conversation."""
+    conversation: None = None
+    reasoning: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = None
+    ignore_eos: bool = False
+    priority: int = Field(default=0, ge=0, le=1000)
+    cache_salt: str | None = Field(default=None, max_length=256)
+    speculate: bool = True
+    return_token_origins: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())

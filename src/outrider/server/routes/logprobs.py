@@ -1,0 +1,59 @@
+"""Log-probabilities in the two forms that OpenAI's API has: for chats, and for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.server.front.tokens import TokenTexts
+from outrider.server.messages import Scored
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+def chat_logprobs(entries: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
+    return [
+        _entry(scored.token, scored.logprob, texts)
+        | {"top_logprobs": [_entry(token, logprob, texts) for token, logprob in scored.top]}
+        for scored in entries
+    ]
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    return {"token": texts.text(token), "logprob": max(logprob, LEAST), "bytes": list(texts.bytes(token))}
+
+
+class CompletionLogprobs:
+    """Four lists that grow together; offsets count characters from the beginning of the text."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._offset = 0
+
+    def part(self, entries: Sequence[Scored | None], tokens: Sequence[int], pieces: Sequence[str]) -> dict[str, Any]:
+        """For further tokens. One without an entry, such as a prompt's first, has no probability."""
+        offsets = []
+        for piece in pieces:
+            offsets.append(self._offset)
+            self._offset += len(piece)
+        tops = [None if scored is None else self._top(scored) for scored in entries]
+        return {
+            "tokens": [self._texts.text(token) for token in tokens],
+            "token_logprobs": [None if scored is None else max(scored.logprob, LEAST) for scored in entries],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _top(self, scored: Scored) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in scored.top:
+            # Different tokens may look the same; the most likely comes first.
+            top.setdefault(self._texts.text(token), max(logprob, LEAST))
+        # The chosen one is always among them.
+        top.setdefault(self._texts.text(scored.token), max(scored.logprob, LEAST))
+        return top
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: [item for part in parts for item in part[name]] for name in parts[0]}

@@ -1,0 +1,118 @@
+"""A request for a response as the chat request that it amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.server.front.problems import Problem
+from outrider.server.protocol.chat import (
+    ChatMessage,
+    ChatRequest,
+    FunctionCall,
+    FunctionDefinition,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
+from outrider.server.protocol.fields import JsonSchemaFormat, ResponseFormat
+from outrider.server.protocol.responses import InputItem, InputPart, NamedResponsesTool, ResponsesRequest
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    choice = body.tool_choice
+    return ChatRequest(
+        model=body.model,
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        ignore_eos=body.ignore_eos,
+        stream=body.stream,
+        logprobs=body.wants_logprobs,
+        top_logprobs=body.top_logprobs if body.wants_logprobs else None,
+        tools=[
+            Tool(
+                type="function",
+                function=FunctionDefinition(
+                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+                ),
+            )
+            for tool in body.tools or ()
+        ]
+        or None,
+        tool_choice=(
+            NamedTool(type="function", function=NamedFunction(name=choice.name))
+            if isinstance(choice, NamedResponsesTool)
+            else choice
+        ),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        speculate=body.speculate,
+        return_token_origins=body.return_token_origins,
+    )
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if body.text is None else body.text.format
+    if wanted is None:
+        return None
+    schema = None
+    if wanted.type == "json_schema":
+        schema = JsonSchemaFormat.model_validate({"name": wanted.name, "schema": wanted.schema_})
+    return ResponseFormat(type=wanted.type, json_schema=schema)
+
+
+def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    if body.instructions is not None:
+        messages.append(ChatMessage(role="system", content=body.instructions))
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    if not items:
+        raise Problem("input is an empty list; send at least one message", param="input")
+    for place, item in enumerate(items):
+        if item.type == "function_call":
+            _add_call(messages, item, place)
+        elif item.type == "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise Problem(f"input[{place}]: a call's output needs call_id and output", param="input")
+            messages.append(ChatMessage(role="tool", content=_text(item.output, place), tool_call_id=item.call_id))
+        else:
+            if item.role is None or item.content is None:
+                raise Problem(f"input[{place}]: a message needs role and content", param="input")
+            messages.append(ChatMessage(role=item.role, content=_text(item.content, place)))
+    return messages
+
+
+def _add_call(messages: list[ChatMessage], item: InputItem, place: int) -> None:
+    """Calls belong to what the assistant said before them."""
+    if item.name is None or item.call_id is None:
+        raise Problem(f"input[{place}]: a call needs name and call_id", param="input")
+    call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments or "{}"))
+    if messages and messages[-1].role == "assistant":
+        before = messages.pop()
+        messages.append(before.model_copy(update={"tool_calls": [*(before.tool_calls or ()), call]}))
+    else:
+        messages.append(ChatMessage(role="assistant", content=None, tool_calls=[call]))
+
+
+def _text(content: str | Sequence[InputPart], place: int) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        said = part.text if part.type in TEXT_PARTS else part.refusal if part.type == "refusal" else None
+        if said is None:
+            raise Problem(
+                f"input[{place}]: a part of type {part.type[:40]!r} cannot be read; this server takes text only",
+                param="input",
+            )
+        texts.append(said)
+    return "\n".join(texts)

@@ -1,0 +1,180 @@
+"""Runs a server until it is told to end: socket, engine, HTTP, signals, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from outrider.config import EngineConfig
+from outrider.errors import ConfigError
+from outrider.server.config import ServerConfig
+from outrider.server.front.problems import unavailable
+from outrider.server.front.service import Service
+from outrider.server.front.supervisor import Supervisor
+from outrider.server.http.app import make_app
+from outrider.server.messages import Facts, Loading
+from outrider.server.observe.figures import Figures
+from outrider.server.observe.metrics import Metrics
+from outrider.server.observe.stat_log import log_figures
+from outrider.server.observe.tracing import make_tracer
+
+logger = logging.getLogger("outrider.server")
+
+BACKLOG = 2048
+LAST_ANSWERS_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcements:
+    """Whom to tell about what; the command line prints it."""
+
+    loading: Callable[[Loading], None] = lambda loading: None
+    ready: Callable[[str, Facts], None] = lambda url, facts: None
+
+
+def serve(config: ServerConfig, engine: EngineConfig, announcements: Announcements) -> None:
+    """Returns after a drain; raises ConfigError or ModelError if it cannot begin."""
+    listener = listen(config)
+    try:
+        asyncio.run(_Run(config, engine, announcements, listener).run())
+    finally:
+        listener.close()
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Before anything is loaded: a port that is taken is known at once."""
+    try:
+        family, kind, protocol, _name, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {problem.strerror or problem}; "
+            "choose another --port, or --port 0 for any that is free"
+        ) from None
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: the first begins a drain, it does not end anything."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Run:
+    def __init__(
+        self, config: ServerConfig, engine: EngineConfig, announcements: Announcements, listener: socket.socket
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._announcements = announcements
+        self._listener = listener
+
+    async def run(self) -> None:
+        figures = Figures()
+        tracer = make_tracer(self._config.otlp_traces_endpoint)
+        supervisor = Supervisor(
+            self._engine,
+            grammar_compile_limit_s=self._config.grammar_compile_limit_s,
+            on_report=figures.take,
+            on_end=figures.engine_ended,
+            on_loading=self._announcements.loading,
+        )
+        names = self._config.served_model_names or (self._engine.model,)
+        metrics = Metrics(self._config.metrics_prefix, figures, names[0])
+        service = Service(self._config, supervisor, metrics, tracer)
+        app = make_app(service)
+        server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=5,
+            )
+        )
+        drain = Drain(service, server)
+        service.begin_drain = drain.begin
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, drain.asked)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        logging_figures = None
+        if self._config.log_interval_s:
+            logging_figures = asyncio.create_task(log_figures(figures, self._config.log_interval_s))
+        supervisor.start()
+        try:
+            await self._become_ready(service, serving)
+            await serving
+        finally:
+            server.should_exit = True
+            await service.close()
+            await supervisor.stop()
+            if logging_figures is not None:
+                logging_figures.cancel()
+            await serving
+            tracer.close()
+
+    async def _become_ready(self, service: Service, serving: asyncio.Task[None]) -> None:
+        ready = service.supervisor.first_ready
+        # Told to end before there is anything to serve.
+        await asyncio.wait((ready, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            return
+        facts = await ready
+        await service.prepare(facts)
+        self._announcements.ready(url_of(self._listener), facts)
+
+
+class Drain:
+    """Nothing new is taken; what runs may finish, within limits; then the server ends. A second signal ends it."""
+
+    def __init__(self, service: Service, server: uvicorn.Server) -> None:
+        self._service = service
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
+
+    def asked(self) -> None:
+        """By a signal."""
+        if self._task is not None:
+            self._server.should_exit = self._server.force_exit = True
+        self.begin()
+
+    def begin(self) -> None:
+        if self._task is None:
+            self._service.draining = True
+            self._task = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        limit_s, requests = self._service.config.drain_limit_s, self._service.supervisor.requests
+        if len(requests):
+            logger.info("draining: %d requests may go on for up to %g s", len(requests), limit_s)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + limit_s
+        while len(requests) and loop.time() < deadline_s:
+            await asyncio.sleep(0.05)
+        if len(requests):
+            logger.warning("%d requests did not finish in time", len(requests))
+            requests.fail_all(unavailable("the server is ending; send the request again, elsewhere"))
+            await asyncio.sleep(LAST_ANSWERS_S)
+        self._server.should_exit = True

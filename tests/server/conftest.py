@@ -1,0 +1,30 @@
+"""Servers that the tests share: each is started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.server.running import RunningServer
+from tests.server.tiny_model import save_tiny_model
+
+API_KEY, OTHER_KEY, ADMIN_KEY = "key-of-one-tenant", "key-of-another-tenant", "key-of-the-admin"
+TINY = ("--ops", "torch", "--num-threads", "1", "--kv-cache-memory-bytes", "8M", "--sanitizer", "raise")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model_path: Path) -> Iterator[RunningServer]:
+    """Without keys, with speculation from the text itself, and with the sanitizer on."""
+    server = RunningServer(tiny_model_path, *TINY, "--served-model-name", "tiny", "--render-limit", "1")
+    try:
+        yield server.wait()
+        assert "broken at step" not in server.log, server.log
+        assert "Traceback" not in server.log, server.log
+    finally:
+        assert server.stop() == 0, server.log

@@ -1,0 +1,183 @@
+"""What is refused, with which status, and in OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from tests.server.running import RunningServer
+from tests.server.tiny_model import CONTEXT
+
+COMPLETION = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+
+
+def refused(tiny: RunningServer, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    answer = tiny.http().post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 10**12}, "logprobs"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"no token": 1}}, "logit_bias"),
+        ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [49152]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [[1, 2], [1 << 40]]}, "prompt"),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": {"text": "x"}}, None),
+        ({"stop_token_ids": [1 << 33]}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ],
+)
+def test_a_wrong_field_is_named(tiny: RunningServer, change: dict[str, Any], param: str | None) -> None:
+    error = refused(tiny, "/v1/completions", COMPLETION | change)
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert (error["param"] or "").split(".")[0] == param, error
+
+
+def test_an_unknown_field_is_refused_with_a_guess(tiny: RunningServer) -> None:
+    error = refused(tiny, "/v1/chat/completions", CHAT | {"max_token": 3})
+    assert error["code"] == "unknown_field"
+    assert "did you mean 'max_tokens'" in error["message"]
+    assert "refused" in refused(tiny, "/v1/completions", COMPLETION | {"kv_transfer_params": {}})["message"]
+
+
+def test_what_clients_send_routinely_is_accepted(tiny: RunningServer) -> None:
+    routine = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "n": None, "stop": None}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        assert tiny.http().post(path, json=body | routine).status_code == 200
+
+
+def test_an_unknown_model_is_not_found(tiny: RunningServer) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        tiny.openai().chat.completions.create(model="gpt-5", messages=CHAT["messages"])
+    assert caught.value.code == "model_not_found"
+    assert "tiny" in caught.value.message
+
+
+def test_a_prompt_that_is_too_long_says_by_how_much(tiny: RunningServer) -> None:
+    error = refused(tiny, "/v1/completions", COMPLETION | {"prompt": [5] * (CONTEXT - 4), "max_tokens": 14})
+    assert error["code"] == "context_length_exceeded"
+    assert f"{CONTEXT} tokens" in error["message"]
+    assert "10 too many" in error["message"]
+    error = refused(tiny, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a b " * CONTEXT}]})
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "no valid JSON"),
+        (b'{"prompt": "\\ud800"}', "no valid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "no valid JSON"),
+        (b"\xff\xfe", "no valid JSON"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+        (b'{"prompt": "x", "metadata": ' + b'{"a":' * 100 + b"1" + b"}" * 100 + b"}", "nested"),
+        (b"[]", "body"),
+        (b"", "body"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(tiny: RunningServer, content: bytes, words: str) -> None:
+    answer = tiny.http().post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_body_of_another_type_is_refused(tiny: RunningServer) -> None:
+    """A form on some web page could send it without asking."""
+    answer = tiny.http().post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_routes_that_are_not_there(tiny: RunningServer) -> None:
+    assert tiny.http().get("/v1/engines").json()["error"]["code"] == "not_found"
+    assert tiny.http().get("/v1/completions").status_code == 405
+    assert tiny.http().post("/admin/drain").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "[0-9]+"},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+    ],
+)
+def test_output_in_a_given_form_is_refused_until_there_are_masks(tiny: RunningServer, change: dict[str, Any]) -> None:
+    error = refused(tiny, "/v1/chat/completions", CHAT | change)
+    assert error["code"] == "not_available"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"guided_json": {"description": "x" * 70_000}}, "bytes"),
+        ({"guided_json": "{"}, "no valid JSON"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "more than once"),
+        ({"response_format": {"type": "json_schema"}}, "needs a schema"),
+    ],
+)
+def test_a_wrong_form_is_refused(tiny: RunningServer, change: dict[str, Any], words: str) -> None:
+    assert words in refused(tiny, "/v1/chat/completions", CHAT | change)["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
+        ({"role": "robot", "content": "x"}, "role"),
+        ({"role": "user"}, "no content"),
+        ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "only the assistant"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_refused(tiny: RunningServer, message: dict[str, Any], words: str) -> None:
+    assert words in refused(tiny, "/v1/chat/completions", CHAT | {"messages": [message]})["message"]
+
+
+def test_a_template_that_does_not_end_is_interrupted_and_others_are_served(tiny: RunningServer) -> None:
+    error = refused(tiny, "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"slow": True}})
+    assert "within 1 s" in error["message"]
+    assert tiny.http().post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "not a name"])
+def test_template_variables_do_not_replace_the_request(tiny: RunningServer, name: str) -> None:
+    error = refused(tiny, "/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: []}})
+    assert "chat_template_kwargs" in error["message"]
+
+
+def test_a_foreign_host_header_is_refused_without_a_key(tiny: RunningServer) -> None:
+    """A web page whose name is made to point at this machine sends its own."""
+    answer = tiny.http().get("/v1/models", headers={"Host": "evil.example"})
+    assert answer.status_code == 403
+    assert tiny.http().get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200

@@ -1,0 +1,143 @@
+"""Clients that leave, an engine that dies, and the end of the server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from tests.server.conftest import TINY
+from tests.server.running import RunningServer, wait_until
+
+LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 480, "temperature": 1.0, "seed": 1, "n": 8}
+PAST_THE_END = {"ignore_eos": True}
+
+
+@pytest.fixture
+def server(tiny_model_path: Path) -> Iterator[RunningServer]:
+    """One of its own, since these tests end it."""
+    running = RunningServer(tiny_model_path, *TINY, "--served-model-name", "tiny", "--admin-key", "secret")
+    try:
+        yield running.wait()
+    finally:
+        running.stop()
+
+
+def in_engine(server: RunningServer) -> int:
+    """Requests that run or wait there."""
+    figures = server.http().get("/metrics").text
+    return sum(
+        int(float(line.split()[-1]))
+        for line in figures.splitlines()
+        if line.startswith(("outrider:num_requests_running", "outrider:num_requests_waiting"))
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(tiny: RunningServer, stream: bool) -> None:
+    body = LONG | PAST_THE_END | {"stream": stream}
+    with tiny.http() as http:
+        if stream:
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()  # dropping it would close the stream
+                next(lines)
+                wait_until(lambda: in_engine(tiny) == 8)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.4))
+    wait_until(lambda: in_engine(tiny) == 0)
+
+
+def test_an_engine_that_is_killed_is_replaced_and_everybody_is_told(server: RunningServer) -> None:
+    client, engine = server.openai(), server.engine_pid
+    stream = client.completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+    next(stream)
+    whole: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.completions.create(**LONG, extra_body=PAST_THE_END)
+        except openai.APIError as error:
+            whole.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: in_engine(server) == 16)
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="being restarted"):
+        list(stream)
+    thread.join(60)
+    assert isinstance(whole[0], openai.InternalServerError)
+    assert whole[0].status_code == 503
+    assert server.http().get("/health").status_code == 200
+    wait_until(lambda: server.http().get("/ready").status_code == 200)
+    assert server.engine_pid != engine
+    assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_drain_finishes_what_runs_and_takes_nothing_new(server: RunningServer) -> None:
+    client = server.openai()
+    stream = client.completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+    first = next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.http().get("/ready").status_code == 503)
+    with pytest.raises(openai.InternalServerError, match="draining") as caught:
+        client.completions.create(model="tiny", prompt="Hi")
+    assert caught.value.response.headers["Retry-After"]
+    assert [first, *stream][-1].choices[0].finish_reason == "length"
+    assert server.process.wait(60) == 0
+    assert server.children() == {}
+
+
+def test_processes_end_with_the_front_end(server: RunningServer) -> None:
+    others = [pid for pids in server.children().values() for pid in pids]
+    assert len(others) == 3
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others))
+
+
+def run_outrider(*arguments: object) -> subprocess.CompletedProcess[str]:
+    script = Path(sys.executable).with_name("outrider")
+    return subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_outrider("serve", "no-such-model", "--port", taken.getsockname()[1])
+    assert done.returncode == 2
+    assert "cannot listen on 127.0.0.1" in done.stderr
+    assert "--port 0" in done.stderr
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason() -> None:
+    done = run_outrider("serve", "no-such-model", "--port", 0)
+    assert done.returncode == 2
+    assert "error: model 'no-such-model' is not known" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--api-key", "@/nowhere/keys"), "cannot read the keys"),
+        (("--api-key", "with space"), "without spaces"),
+        (("--api-key", "same", "--admin-key", "same"), "use another"),
+        (("--port", "70000"), "at most 65535"),
+        (("--max-n", "0"), "n_max"),
+        (("--render-limit", "0"), "render_limit_s"),
+        (("--speculative-config", "{"), "no valid JSON"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_loaded(options: tuple[str, ...], words: str) -> None:
+    done = run_outrider("serve", *options)
+    assert done.returncode == 2
+    assert words in done.stderr

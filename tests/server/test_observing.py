@@ -1,0 +1,89 @@
+"""Counts that survive an engine, and traces."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.server.front.totals import Totals
+from outrider.server.messages import Counters, Delta, Ending, SpeculationFigures, StepReport
+from outrider.server.observe.figures import Figures
+from outrider.server.observe.metrics import Metrics
+from outrider.server.observe.stat_log import line
+from outrider.server.observe.tracing import OtlpTracer, make_tracer
+
+ENDING = Ending(
+    arrival_s=10.0,
+    scheduled_s=10.5,
+    first_token_s=11.0,
+    finished_s=13.0,
+    prompt_tokens=7,
+    generated_tokens=5,
+    cached_tokens=2,
+    steps=3,
+    speculation=SpeculationFigures(drafts=2, draft_tokens=8, accepted_tokens=3, accepted_at=[2, 1, 0, 0]),
+)
+LAST = Delta(request_id="r", index=0, text="", token_ids=[], pieces=[], origins="", finish_reason="stop", ending=ENDING)
+
+
+def report(**counters: object) -> StepReport:
+    return StepReport(deltas=[], counters=Counters(**counters), gaps_s=[])  # type: ignore[arg-type]
+
+
+def test_counters_never_fall_when_an_engine_is_replaced() -> None:
+    figures = Figures()
+    figures.take(report(drafts=5, accepted_at=[4, 1], running=3))
+    figures.engine_ended()
+    assert (figures.totals.drafts, figures.totals.running) == (5, 0)
+    figures.take(report(drafts=2, accepted_at=[1, 1, 1], running=1))
+    assert figures.totals == Counters(drafts=7, accepted_at=[5, 2, 1], running=1)
+
+
+def test_endings_and_gaps_become_histograms() -> None:
+    figures = Figures()
+    metrics = Metrics("x:", figures, "m")
+    figures.take(StepReport(deltas=[LAST], counters=Counters(accepted_at=[3, 1], aborted=2), gaps_s=[0.01, 0.02]))
+    text = metrics.text().decode()
+    for expected in (
+        'x:time_to_first_token_seconds_sum{engine="0",model_name="m"} 1.0',
+        'x:request_queue_time_seconds_sum{engine="0",model_name="m"} 0.5',
+        'x:e2e_request_latency_seconds_sum{engine="0",model_name="m"} 3.0',
+        'x:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0',
+        'x:request_success_total{engine="0",finished_reason="stop",model_name="m"} 1.0',
+        'x:request_success_total{engine="0",finished_reason="abort",model_name="m"} 2.0',
+        'x:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 1.0',
+    ):
+        assert expected in text
+
+
+def test_acceptance_in_the_log_counts_the_bonus_token() -> None:
+    text = line(Counters(), Counters(drafts=4, draft_tokens=16, accepted_tokens=6, generated_tokens=10), 2.0)
+    assert "Avg generation throughput: 5.0 tokens/s" in text
+    assert "Mean acceptance length: 2.50" in text
+
+
+def test_a_trace_tells_when_a_request_began_and_what_it_came_to() -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    tracer = OtlpTracer("http://127.0.0.1:1/v1/traces")
+    exporter = InMemorySpanExporter()
+    # Instead of sending them.
+    tracer._provider._active_span_processor._span_processors = (SimpleSpanProcessor(exporter),)
+    totals = Totals([])
+    totals.take(LAST)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    tracer.record({"traceparent": parent}, "r", "m", totals)
+    (span,) = exporter.get_finished_spans()
+    assert span.end_time - span.start_time == pytest.approx(3e9)
+    assert span.attributes["gen_ai.latency.time_to_first_token"] == 1.0
+    assert span.attributes["outrider.speculation.acceptance_length"] == 2.5
+    assert format(span.context.trace_id, "x") in parent
+
+
+def test_traces_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        make_tracer("http://127.0.0.1:1")

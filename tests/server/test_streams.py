@@ -1,0 +1,108 @@
+"""Streams that end in every way there is, and let go of what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from outrider.sampling import SamplingParams
+from outrider.server.front.problems import Problem
+from outrider.server.front.service import Answers
+from outrider.server.front.streams import Job, OpenRequests
+from outrider.server.http.event_stream import EventStream
+from outrider.server.messages import Abort, Accepted, Delta, Refused, Submit, ToEngine
+
+
+class Recorder:
+    """Stands where the engine's socket is."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+
+    def send(self, message: ToEngine) -> None:
+        self.sent.append(message)
+
+
+def order(name: str, n: int = 1) -> Submit:
+    return Submit(request_id=name, prompt_token_ids=[1], params=SamplingParams(n=n), arrival_s=0.0)
+
+
+def delta(name: str, text: str) -> Delta:
+    return Delta(request_id=name, index=0, text=text, token_ids=[], pieces=[], origins="")
+
+
+def test_leaving_a_job_aborts_what_still_runs_and_frees_its_places() -> None:
+    async def run() -> None:
+        recorder = Recorder()
+        requests = OpenRequests(recorder)
+        with Job(requests, [order("a", n=3), order("b")]):
+            assert requests.num_sequences == 4
+            requests.deliver("b", Refused(request_id="b", message="no"))
+            assert requests.num_sequences == 3
+        assert recorder.sent[-1] == Abort(request_id="a")
+        assert requests.num_sequences == len(requests) == 0
+        requests.deliver("a", delta("a", "too late"))
+
+    asyncio.run(run())
+
+
+def test_deltas_that_come_before_all_are_accepted_are_not_lost() -> None:
+    async def run() -> None:
+        requests = OpenRequests(Recorder())
+        with Job(requests, [order("a"), order("b")]) as job:
+            requests.deliver("a", Accepted(request_id="a"))
+            requests.deliver("a", delta("a", "early"))
+            requests.deliver("b", Accepted(request_id="b"))
+            requests.deliver("a", delta("a", "later"))
+            answers = Answers(job, 10)
+            await answers.accepted()
+            stream = answers.deltas()
+            assert [(await anext(stream))[1].text for _ in range(2)] == ["early", "later"]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_takes_too_long_is_given_up() -> None:
+    async def run() -> None:
+        with Job(OpenRequests(Recorder()), [order("a")]) as job:
+            with pytest.raises(Problem, match="took longer") as caught:
+                await Answers(job, 0.01).accepted()
+            assert caught.value.status == 504
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["finished", "disconnected", "stuck", "broken"])
+def test_a_stream_lets_go_however_it_ends(how: str) -> None:
+    async def run() -> list[str]:
+        log: list[str] = []
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            try:
+                for _ in range(3):
+                    yield b"data: x\n\n"
+                if how == "disconnected":
+                    await asyncio.sleep(60)
+            finally:
+                log.append("generator closed")
+
+        async def receive() -> Any:
+            await asyncio.sleep(0.02 if how == "disconnected" else 60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if how == "stuck" and message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+            if how == "broken" and message["type"] == "http.response.body":
+                raise OSError("gone")
+
+        held = AsyncExitStack()
+        held.callback(lambda: log.append("let go"))
+        await asyncio.wait_for(EventStream(events(), held, idle_limit_s=0.05)({}, receive, send), 10)
+        return log
+
+    assert asyncio.run(run()) == ["generator closed", "let go"]
