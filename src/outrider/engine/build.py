@@ -116,6 +116,7 @@ def build_engine(
                 as_stored=as_stored,
                 packed=packs,
                 draft_vocab_size=speculation.draft_vocab_size,
+                most_drafts=speculation.num_speculative_tokens,
                 device=device,
                 max_model_len=limit,
                 progress=progress,

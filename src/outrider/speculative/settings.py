@@ -27,6 +27,8 @@ class DrafterSettings:
     """Matrices of 16 bits are kept in 8: half the memory to read, at the price of a draft now and then."""
     draft_vocab_size: int | None = None
     """Draft only so many of the most frequent tokens; 0: all; None: what pays here."""
+    most_drafts: int | None = None
+    """No request will ever want more; None: as many as the drafter is made for."""
     progress: Callable[[str, int, int], None] | None = None
     taps: tuple[int, ...] | None = None
     """Target layers to read in place of those that the checkpoint names; for finding out which are right."""

@@ -151,6 +151,9 @@ def _spec(
     block_size = block.integer("block_size")
     if not 2 <= block_size <= BLOCK_SIZE_MAX:
         raise block.wrong("block_size", f"at least 2, the last token and one mask, and at most {BLOCK_SIZE_MAX}")
+    smaller = sorted(set(block.integer_list("smaller_block_sizes")))
+    if smaller and not 2 <= smaller[0] <= smaller[-1] < block_size:
+        raise block.wrong("smaller_block_sizes", f"sizes of at least 2, below block_size ({block_size})")
     return DFlashSpec(
         body=body,
         causal=causal,
@@ -158,6 +161,7 @@ def _spec(
         taps=taps,
         mask_token=fit.check_token(mask[0], mask[1], mask[0].integer(mask[1]), settings),
         block_size=block_size,
+        smaller_blocks=tuple(smaller),
     )
 
 

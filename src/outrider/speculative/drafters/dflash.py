@@ -45,6 +45,13 @@ class DFlashSpec:
     block_size: int
     """Rows of a block as it was trained. Fewer would draft less well, so fewer drafts come from as many rows; more
     rows than trained work, less well."""
+    smaller_blocks: tuple[int, ...] = ()
+    """Rows of further blocks that it was trained with, rising: for fewer drafts these do as well."""
+
+    def rows_for(self, most_drafts: int | None) -> int:
+        """Of a block for so many drafts."""
+        wanted = self.block_size if most_drafts is None else 1 + most_drafts
+        return next((rows for rows in self.smaller_blocks if rows >= wanted), self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,7 +89,7 @@ class DFlash(Drafter):
             taps=spec.taps,
             max_len=limit,
             fingerprint=fingerprint,
-            block_rows=min(spec.block_size, limit),
+            block_rows=min(spec.rows_for(settings.most_drafts), limit),
         )
         self.footprint = footprint_for("dflash", shape)
         self.usual_k = spec.block_size - 1
