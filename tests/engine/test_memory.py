@@ -118,8 +118,9 @@ def test_a_decoding_request_holds_a_window_and_not_its_text(retention: str | int
 
 
 def test_the_policy_is_a_setting() -> None:
-    with pytest.raises(ConfigError, match="kv_retention must be dense, tail, or an interval in tokens"):
-        tiny_engine(kv_retention="sparse")
+    for wrong in ("sparse", "", "١٢", 0, -1, True, [], {}, 1.5):
+        with pytest.raises(ConfigError, match="kv_retention must be dense, tail, or an interval in tokens"):
+            tiny_engine(kv_retention=wrong)
     engine = tiny_engine(tiny_model(tiny_spec(windows=(8, None))), kv_retention="tail")
     assert engine.scheduler.kv.config.retention == Retention.of("tail")
 

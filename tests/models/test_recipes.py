@@ -185,6 +185,22 @@ def test_linear_scaling() -> None:
     assert (rope.scaling, rope.factor) == (RopeScaling.LINEAR, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rotary scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "at least 1"),
+        ({"rope_theta": 1.0}, "rope_theta must be a number above 1"),
+        ({"rope_theta": -5.0}, "rope_theta must be a number above 1"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+    ],
+)
+def test_rotary_parameters_that_mean_nothing_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        spec_of("Llama", **fields)
+
+
 YARN: dict[str, dict[str, Any]] = {
     "usual": {"factor": 4.0, "original_max_position_embeddings": 32},
     "no original length": {"factor": 4.0},

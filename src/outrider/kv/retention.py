@@ -48,9 +48,9 @@ class Retention:
         """From a setting: a name, or an interval in tokens as a number or as digits."""
         if isinstance(given, Retention):
             return given
-        if given in NAMED:
-            return NAMED[str(given)]
-        if isinstance(given, str) and given.isdecimal():
+        if isinstance(given, str) and given in NAMED:
+            return NAMED[given]
+        if isinstance(given, str) and given.isascii() and given.isdecimal():
             given = int(given)
         if isinstance(given, int) and not isinstance(given, bool) and given > 0:
             return cls(every=given)

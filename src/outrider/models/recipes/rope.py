@@ -38,12 +38,15 @@ def rope_from(config: ConfigReader, fields: Mapping[str, Any], *, head_dim: int,
     """From parameters that are known to be those of a layer."""
     reader = config.inner("rope parameters", fields)
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ModelError(
             f"{config.source}: rotary scaling {kind!r} is not supported; supported: {', '.join(sorted(KINDS))}"
         )
     rotary_dim = int(head_dim * reader.number("partial_rotary_factor", 1.0))
-    values: dict[str, Any] = {"theta": reader.number("rope_theta", theta), "rotary_dim": rotary_dim}
+    base = reader.number("rope_theta", theta)
+    if not 1 < base < math.inf:
+        raise reader.wrong("rope_theta", "a number above 1")
+    values: dict[str, Any] = {"theta": base, "rotary_dim": rotary_dim}
     scaling = KINDS[kind]
     if scaling is not RopeScaling.NONE:
         values |= _scaled(scaling, reader, config)
@@ -84,10 +87,12 @@ def _scaled(scaling: RopeScaling, reader: ConfigReader, config: ConfigReader) ->
 
 def _original_max_position(reader: ConfigReader, config: ConfigReader) -> int:
     name = "original_max_position_embeddings"
-    if config.has(name):
-        return config.integer(name)
+    where = config if config.has(name) else reader
     # Without it the model was never stretched: its own limit is the original one.
-    return reader.integer(name, config.integer("max_position_embeddings"))
+    original = where.integer(name, config.integer("max_position_embeddings"))
+    if original < 1:
+        raise where.wrong(name, "at least 1")
+    return original
 
 
 def _attention_factor(reader: ConfigReader, factor: float) -> float:
