@@ -15,7 +15,7 @@ from outrider.api.llm import LLM
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafter import DraftServices, DrawRow, ProposeRow
 from outrider.speculative.drafters.dflash import draw_block
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
+from outrider.speculative.vocabulary import DraftVocabulary
 
 WHOLE = DraftVocabulary(size=6)
 

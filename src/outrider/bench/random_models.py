@@ -22,9 +22,9 @@ from outrider.speculative.drafters.dflash import DFlash, DFlashParameters, DFlas
 from outrider.speculative.drafters.eagle import Eagle, WideEntrance
 from outrider.speculative.drafters.mtp import Mtp
 from outrider.speculative.drafters.ngram import NgramDrafter
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.registry import draft_model_from
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 VOCABULARY = 256
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96

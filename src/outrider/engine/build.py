@@ -101,6 +101,9 @@ def build_engine(
     decoder = Decoder(model.spec, model.parameters, ops, max_position=min(limit, room))
     speculation, k, least_confidence = config.speculative_config, 0, 0.0
     if speculation is not None:
+        k = speculation.num_speculative_tokens or 0
+        if k >= limit:
+            raise ConfigError(f"num_speculative_tokens ({k}) must be smaller than the context of {limit} tokens")
         if drafter is None:
             packs = as_stored if speculation.pack_weights is None else speculation.pack_weights
             if packs and not as_stored:
@@ -122,7 +125,8 @@ def build_engine(
                 progress=progress,
             )
             drafter = load_drafter(speculation, drafter_settings)
-        k, least_confidence = _drafts_and_confidence(speculation, drafter, limit, device)
+        k = k or min(drafter.usual_k, limit - 1)
+        least_confidence = _least_confidence(speculation, device)
     if drafter is not None and drafter.footprint.block_rows + 2 > config.max_num_batched_tokens:
         raise ConfigError(
             f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
@@ -161,16 +165,13 @@ def build_engine(
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k)
 
 
-def _drafts_and_confidence(
-    speculation: SpeculativeConfig, drafter: Drafter, limit: int, device: torch.device
-) -> tuple[int, float]:
-    """How many drafts to ask for, and how likely they must be to be verified."""
-    k = speculation.num_speculative_tokens
-    if k is not None and k >= limit:
-        raise ConfigError(f"num_speculative_tokens ({k}) must be smaller than the context of {limit} tokens")
-    usual_confidence = CPU_CONFIDENCE if k is None and device.type == "cpu" else 0.0
-    confidence = usual_confidence if speculation.draft_confidence is None else float(speculation.draft_confidence)
-    return min(drafter.usual_k, limit - 1) if k is None else k, confidence
+def _least_confidence(speculation: SpeculativeConfig, device: torch.device) -> float:
+    """How likely drafts must be together to be verified."""
+    if speculation.draft_confidence is not None:
+        return float(speculation.draft_confidence)
+    # Whoever names a number of drafts means that number.
+    by_itself = speculation.num_speculative_tokens is None
+    return CPU_CONFIDENCE if by_itself and device.type == "cpu" else 0.0
 
 
 def _kv_config(

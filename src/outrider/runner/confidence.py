@@ -17,8 +17,8 @@ def largest_shares(logits: Tensor, ops: Ops) -> list[float]:
     if ops.own_threads:
         from outrider.kernels.shares import largest_shares as compiled
 
-        logits_shares = compiled(logits)
+        found = compiled(logits)
     else:
-        logits_shares = logits.softmax(dim=-1).amax(dim=-1)
-    shares: list[float] = logits_shares.tolist()
+        found = logits.softmax(dim=-1).amax(dim=-1)
+    shares: list[float] = found.tolist()
     return shares

@@ -28,8 +28,8 @@ from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.watch import StepWatch
 from outrider.scheduler.plan import StepPlan, StepRow, Verdict
 from outrider.speculative.drafter import DraftedRequest, Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.verify import accept
+from outrider.speculative.vocabulary import DraftVocabulary
 
 
 class StepResult(NamedTuple):

@@ -20,7 +20,7 @@ from outrider.kv.intervals import Interval
 from outrider.layers.attention import PagedKV
 from outrider.layers.rows import RowBuilder
 from outrider.models.kv_groups import LayerGroups
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
+from outrider.speculative.vocabulary import DraftVocabulary
 
 
 class DraftedRequest(Protocol):

@@ -21,8 +21,8 @@ from outrider.speculative.checkpoints import fit
 from outrider.speculative.checkpoints.source import DrafterFiles, OpenedDrafter, open_drafter
 from outrider.speculative.drafters.ahead import AheadNetwork, Entrance, JoinedEntrance
 from outrider.speculative.drafters.eagle import Eagle, WideEntrance
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 FIRST_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 THIRD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")

@@ -15,8 +15,8 @@ from outrider.models.recipes.config import ConfigReader
 from outrider.models.recipes.layout import Layout, whole
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.checkpoints.source import DrafterFiles
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 INTERLEAVED = ("rope_interleave", "rope_interleaved", "interleaved_rope")
 

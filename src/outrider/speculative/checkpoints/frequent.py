@@ -17,8 +17,8 @@ from outrider.errors import ConfigError, ModelError
 from outrider.models.packed import PackedMatrix
 from outrider.models.packing import Packer
 from outrider.models.parameters import Linear
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 FREQUENT_TOKENS = "frequent_tokens.json"
 USUAL_SIZE = 16_384

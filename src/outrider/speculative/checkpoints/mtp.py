@@ -23,8 +23,8 @@ from outrider.models.weights.safetensors import TensorFiles, read_config
 from outrider.speculative.checkpoints import fit
 from outrider.speculative.drafters.ahead import AheadNetwork, JoinedEntrance
 from outrider.speculative.drafters.mtp import Mtp
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 LATENT_ATTENTION = "self_attn.kv_a_proj_with_mqa.weight"
 

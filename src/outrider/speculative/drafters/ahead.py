@@ -25,9 +25,9 @@ from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
 from outrider.speculative.drafters.taps import tap_rows
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.footprints import DrafterShape, footprint_for
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 
 class Entrance(ABC):

@@ -26,9 +26,9 @@ from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
 from outrider.speculative.drafters.taps import tap_rows
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.footprints import DrafterShape, footprint_for
 from outrider.speculative.settings import DrafterSettings
+from outrider.speculative.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from outrider.layers.rows import Span
 from outrider.models.decoder import Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
-from outrider.speculative.drafters.vocabulary import DraftVocabulary
 from outrider.speculative.footprints import DrafterShape, footprint_for
+from outrider.speculative.vocabulary import DraftVocabulary
 
 
 class DraftModel(Drafter):
