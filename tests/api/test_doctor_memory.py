@@ -13,7 +13,7 @@ from tests.models.fakes import save, tiny_model
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers with a window to one without."""
+    """Three layers with a window, two without."""
     return save(tiny_model("ministral"), tmp_path_factory.mktemp("hybrid"))
 
 
@@ -27,18 +27,18 @@ def test_groups_of_a_model_with_windows_share_an_arena(outrider: Outrider, hybri
     report = memory(outrider, hybrid)
     groups = {group["name"]: group for group in report["groups"]}
     full, window = groups["target.full"], groups["target.window16"]
-    assert (full["layers"], full["kind"], full["window"], full["page_tokens"]) == (1, "full", None, 32)
-    assert (window["layers"], window["kind"], window["window"], window["page_tokens"]) == (2, "sliding", 16, 16)
-    assert full["page_bytes"] == window["page_bytes"] == 32 * full["bytes_per_token"]
+    assert (full["layers"], full["kind"], full["window"], full["page_tokens"]) == (2, "full", None, 48)
+    assert (window["layers"], window["kind"], window["window"], window["page_tokens"]) == (3, "sliding", 16, 32)
+    assert full["page_bytes"] == window["page_bytes"] == 48 * full["bytes_per_token"] == 32 * window["bytes_per_token"]
     assert full["arena"] == window["arena"] == 0
     (arena,) = report["arenas"]
     assert arena["groups"] == ["target.full", "target.window16"]
     assert report["total_bytes"] == arena["bytes"] == arena["pages"] * arena["page_bytes"] <= 4 << 20
-    # 128 positions: four pages; a window and one row, and a page at the ragged front.
-    assert (full["pages_per_request"], window["pages_per_request"]) == (4, 2)
-    assert report["requests_of_max_model_len"] == (arena["pages"] - 1) // 6
+    # 128 positions: three pages; a window and one row, and a page at the ragged front.
+    assert (full["pages_per_request"], window["pages_per_request"]) == (3, 2)
+    assert report["requests_of_max_model_len"] == (arena["pages"] - 1) // 5
     assert report["max_model_len"] == 128
-    assert report["alignment_tokens"] == 32
+    assert report["alignment_tokens"] == 96
 
 
 def test_a_drafters_groups_are_listed_with_their_own_arena(outrider: Outrider, hybrid: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_drafters_groups_are_listed_with_their_own_arena(outrider: Outrider, h
 def test_the_policy_changes_what_is_cached_and_held(outrider: Outrider, hybrid: Path) -> None:
     dense, tail = (memory(outrider, hybrid, "--kv-retention", policy) for policy in ("dense", "tail"))
     shares = [{group["name"]: group["cached_share"] for group in report["groups"]} for report in (dense, tail)]
-    # Under [b - 16 + 1 - 2, b) of every 32nd b lie two of two pages.
-    assert shares == [{"target.full": 1.0, "target.window16": 1.0}, {"target.full": 1.0, "target.window16": 0.0}]
+    # [b - 16 + 1 - 2, b) of every 96th b lies in one page of three.
+    assert shares == [{"target.full": 1.0, "target.window16": 1 / 3}, {"target.full": 1.0, "target.window16": 0.0}]
     assert tail["groups"][1]["pages_per_request"] > dense["groups"][1]["pages_per_request"]
     assert (dense["kv_retention"], tail["kv_retention"]) == ("dense", "tail")
     assert memory(outrider, hybrid, "--kv-retention", "40")["kv_retention"] == "every 40 tokens, and ends"
