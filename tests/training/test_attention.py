@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training.tiny import plan_of, settings_for, source_of, tiny_target, write_corpus
+from tests.training.tiny import lanes_of, plan_of, settings_for, tiny_target, write_corpus
 from torch import Tensor
 
 from outrider.training.attention import TILE, BlockLayout, BlockMasks, attend, dense_mask
@@ -98,19 +98,19 @@ def test_a_draft_depends_on_nothing_at_or_behind_its_anchor(
     directory = tmp_path_factory.mktemp("run")
     write_corpus(directory / "corpus", 4)
     settings = settings_for(directory, method, anchors=3, batch_streams=1)
-    source = source_of(settings)
-    plan = plan_of(settings, source)
+    (lane,) = lanes_of(settings)
+    plan = plan_of(settings, [lane])
     network = plan.network
     network.initialise_on(torch.device("cpu"), 0)
-    length = source.streams.tokens.shape[1]
+    length = lane.length
     anchors = torch.tensor([[5, 6, 20]])
-    layout = block_layout(network, length=length, anchors=3, causal=False)
+    layout = block_layout(network, length=length, anchors=3, k=settings.k, causal=False)
     mask = None if layout is None else dense_mask(layout, anchors)
     generator = torch.Generator().manual_seed(1)
     hidden = tiny_target().spec.hidden_size
     taps = torch.randn(1, length, hidden * len(plan.taps), generator=generator, requires_grad=True)
     embedded = torch.randn(1, length, hidden, generator=generator, requires_grad=True)
-    rows = network(taps, embedded, anchors, mask)
+    rows = network(taps, embedded, anchors, mask, settings.k)
     assert rows.shape == (1, 3, settings.k, hidden)
     for number, anchor in enumerate(anchors[0].tolist()):
         for draft in range(settings.k):

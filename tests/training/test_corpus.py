@@ -69,6 +69,7 @@ def test_every_stream_comes_once_an_epoch_and_held_out_ones_never(tmp_path: Path
     assert len(source.held_out) == 2
     assert len(source.trained) == 6
     write_corpus(tmp_path, 8)
+    assert sorted(source.next(8).tolist()) == list(range(8, 16))
     assert sorted(source.next(14).tolist()) == list(range(2, 16))
 
 

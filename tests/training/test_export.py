@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engine.tiny import tiny_engine
-from tests.training.tiny import plan_of, settings_for, source_of, tiny_loaded, tiny_target, write_corpus
+from tests.training.tiny import lanes_of, plan_of, settings_for, tiny_loaded, tiny_target, write_corpus
 
 from outrider.api.llm import LLM
 from outrider.config import SpeculativeConfig
@@ -60,7 +60,7 @@ def test_dflash_is_written_in_z_lab_s_layout(tmp_path: Path) -> None:
     assert (config["num_target_layers"], config["block_size"], config["num_hidden_layers"]) == (3, 4, 2)
     assert config["dflash_config"]["target_layer_ids"] == [0, 2]
     assert config["dflash_config"]["causal"] is True
-    used = set(source_of(settings_for(tmp_path)).streams.tokens.ravel().tolist())
+    used = set(lanes_of(settings_for(tmp_path))[0].source.streams.tokens.ravel().tolist())
     assert config["dflash_config"]["mask_token_id"] == min(set(range(256)) - used)
 
 
@@ -85,7 +85,7 @@ def test_eagle3_is_written_in_speculators_layout(tmp_path: Path) -> None:
 
 def test_d2t_and_t2d_name_the_most_frequent_tokens(tmp_path: Path) -> None:
     _, tensors = trained(tmp_path, "eagle3", draft_vocab_size=40)
-    streams = source_of(settings_for(tmp_path)).streams
+    streams = lanes_of(settings_for(tmp_path))[0].source.streams
     counts = [0] * 256
     for token in streams.tokens[streams.roles].tolist():
         counts[token] += 1
@@ -120,7 +120,7 @@ def test_a_drafter_loads_and_runs_in_the_engine(method: str, changes: dict[str, 
 def test_the_taps_scale_goes_into_the_first_projection(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 4)
     settings = settings_for(tmp_path)
-    plan = plan_of(settings, source_of(settings))
+    plan = plan_of(settings, lanes_of(settings))
     scale = torch.rand(3 * H, generator=torch.Generator().manual_seed(0)) + 0.5
     weight = dict(plan.network.named_parameters())["fc.weight"]
     expected = (weight * scale).to(torch.bfloat16)

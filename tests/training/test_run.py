@@ -185,7 +185,7 @@ def test_tokens_chosen_from_the_data_stay_when_the_corpus_grows(
     # What was trained on is not held out later.
     state = load_state(settings.output)
     assert state is not None
-    assert state["source"]["held_out"] == 2
+    assert state["lanes"][0]["source"]["held_out"] == 2
 
 
 def test_another_run_is_not_continued(tmp_path: Path) -> None:

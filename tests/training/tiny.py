@@ -14,7 +14,7 @@ from outrider.training.checkpoint import load_state
 from outrider.training.corpus import Streams, write_shard
 from outrider.training.drafts import DraftPlan, TokenChoices, choose_tokens, make_plan
 from outrider.training.generate import Conversation, Lockstep, Opening
-from outrider.training.pooling import StreamSource
+from outrider.training.lanes import Lane, open_lanes
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target
 from outrider.training.trainer import Trainer
@@ -74,33 +74,26 @@ def settings_for(directory: Path, method: str = "dflash", **changes: Any) -> Tra
     return TrainSettings(**(values | changes))
 
 
-def source_of(settings: TrainSettings) -> StreamSource:
-    return StreamSource(
-        settings.data,
-        vocab_size=tiny_target().spec.vocab_size,
-        holdout=settings.holdout,
-        seed=settings.seed,
-        watch=settings.watch,
-    )
+def lanes_of(settings: TrainSettings) -> list[Lane]:
+    return open_lanes(settings, vocab_size=tiny_target().spec.vocab_size)
 
 
-def plan_of(settings: TrainSettings, source: StreamSource, choices: TokenChoices | None = None) -> DraftPlan:
+def plan_of(settings: TrainSettings, lanes: list[Lane], choices: TokenChoices | None = None) -> DraftPlan:
     target = tiny_target()
     if choices is None:
-        choices = choose_tokens(settings, source.streams, target.spec.vocab_size)
-    return make_plan(settings, target, source.streams.tokens.shape[1], choices)
+        choices = choose_tokens(settings, lanes[0].source.streams, target.spec.vocab_size)
+    return make_plan(settings, target, max(lane.context_tokens for lane in lanes), choices)
 
 
 def trainer_of(settings: TrainSettings, *, resume: bool = False) -> Trainer:
     """Fresh, or from the state in the output."""
-    source = source_of(settings)
+    lanes = lanes_of(settings)
     if not resume:
-        return Trainer(settings, tiny_target(), plan_of(settings, source), source)
+        return Trainer(settings, tiny_target(), plan_of(settings, lanes), lanes)
     state = load_state(settings.output)
     assert state is not None
-    trainer = Trainer(
-        settings, tiny_target(), plan_of(settings, source, TokenChoices.from_state(state["choices"])), source
-    )
+    plan = plan_of(settings, lanes, TokenChoices.from_state(state["choices"]))
+    trainer = Trainer(settings, tiny_target(), plan, lanes)
     trainer.resume(state)
     return trainer
 

@@ -29,18 +29,22 @@ class Pool:
     """[streams, length, taps * hidden], scaled."""
     final: Tensor | None
     """[streams, length, hidden]: the head's input at p, which decides the token at p + 1."""
+    sure: Tensor | None = None
+    """[streams, length], float32: how likely the target found each token; None where nobody asks."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, index: Tensor) -> Pool:
         final = None if self.final is None else self.final[index]
+        sure = None if self.sure is None else self.sure[index]
         return Pool(
             tokens=self.tokens[index],
             best=self.best[index],
             roles=self.roles[index],
             taps=self.taps[index],
             final=final,
+            sure=sure,
         )
 
 
@@ -57,6 +61,25 @@ class Batch:
     """[streams, anchors, k]: the label is what the target would say."""
     teacher: Tensor | None
     """[streams, anchors, k, hidden]: the head's input that decides each label."""
+
+    @property
+    def k(self) -> int:
+        return self.labels.shape[-1]
+
+    def end_to_end(self, times: int) -> Batch:
+        """So many streams joined into one: each is context of those behind it, and their positions go on."""
+        streams, length = self.tokens.shape
+        joined = streams // times
+        starts = torch.arange(streams, device=self.anchors.device) % times * length
+        teacher = self.teacher
+        return Batch(
+            tokens=self.tokens.reshape(joined, -1),
+            taps=self.taps.reshape(joined, times * length, -1),
+            anchors=(self.anchors + starts[:, None]).view(joined, -1),
+            labels=self.labels.view(joined, -1, self.k),
+            known=self.known.view(joined, -1, self.k),
+            teacher=None if teacher is None else teacher.view(joined, -1, *teacher.shape[2:]),
+        )
 
 
 def eligible_anchors(roles: Tensor) -> Tensor:
@@ -76,16 +99,30 @@ def known_counts(pool: Pool, k: int) -> Tensor:
     return known.sum(-1)
 
 
-def draw_anchors(counts: Tensor, anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def anchor_weights(pool: Pool, k: int, sure_weight: float) -> Tensor:
+    """[streams, length]: how readily each position is made an anchor.
+
+    In proportion to its labels, for an anchor with few teaches little for the same work, and less where the target was
+    sure of the token. The first token of an answer always begins a block.
+    """
+    counts = known_counts(pool, k).float()
+    if pool.sure is None:
+        return counts
+    first = torch.zeros_like(pool.roles)
+    first[:, 1:] = pool.roles[:, 1:] & ~pool.roles[:, :-1]
+    return counts * torch.where(first, 1.0, sure_weight + (1 - sure_weight) * (1 - pool.sure))
+
+
+def draw_anchors(weights: Tensor, anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Different anchors of each stream, in rising order, and which of them are real.
 
-    Positions are drawn with a weight of `counts`, their labels: an anchor with few teaches little for the same work.
-    A stream with too few eligible positions has the missing anchors at its end: they have no labels.
+    Positions are drawn in proportion to their weights, none with a weight of 0. A stream with too few of them has the
+    missing anchors at its end: they have no labels.
     """
-    waits = torch.empty(counts.shape, device=counts.device).exponential_(generator=generator) / counts
+    waits = torch.empty(weights.shape, device=weights.device).exponential_(generator=generator) / weights
     chosen = waits.topk(anchors, dim=1, largest=False)
     real = chosen.values.isfinite()
-    places, order = torch.where(real, chosen.indices, counts.shape[1] - 1).sort(dim=1)
+    places, order = torch.where(real, chosen.indices, weights.shape[1] - 1).sort(dim=1)
     return places, real.gather(1, order)
 
 

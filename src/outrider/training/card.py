@@ -7,12 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.training.corpus import CorpusNote
+from outrider.training.corpus import CorpusNote, Streams
 from outrider.training.drafts import DraftPlan
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target
 
 TITLES = {"dflash": "DFlash", "eagle3": "EAGLE-3"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamFacts:
+    count: int
+    """Trained on; what is held out does not count."""
+    length: int
+    written_share: float
+    """Of the tokens: written by the assistant."""
+
+    @classmethod
+    def of(cls, streams: Streams) -> StreamFacts:
+        return cls(count=len(streams), length=streams.tokens.shape[1], written_share=float(streams.roles.mean()))
+
+    def __str__(self) -> str:
+        return f"{self.count:,} streams of {self.length:,} tokens, {self.written_share:.0%} written by the assistant"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +38,8 @@ class RunFacts:
     steps: int
     seconds: float
     device: str
-    streams: int
-    """Trained on; what is held out does not count."""
-    length: int
-    sampled_share: float
-    """Of the tokens: written by the assistant."""
+    streams: tuple[StreamFacts, ...]
+    """By length, the usual one first."""
     notes: tuple[CorpusNote, ...]
     """Where the data comes from, as far as it says."""
     shared_prompts: int
@@ -74,15 +87,15 @@ def _network(settings: TrainSettings, target: Target, plan: DraftPlan) -> str:
     )
     if settings.method == "dflash":
         kind = "causal" if settings.causal else "bidirectional"
-        return text + f"Block size {settings.block_size}, {kind} blocks, mask token {plan.choices.mask_token_id}."
+        sizes = f"Block size {settings.block_size}"
+        if settings.smaller_block is not None:
+            sizes += f" and, for up to {settings.smaller_block - 1} drafts, {settings.smaller_block}"
+        return text + f"{sizes}, {kind} blocks, mask token {plan.choices.mask_token_id}."
     return text + f"Draft vocabulary: {len(plan.head):,} of the target's {target.spec.vocab_size:,} tokens."
 
 
 def _data(settings: TrainSettings, facts: RunFacts) -> list[str]:
-    parts = [
-        f"{facts.streams:,} streams of {facts.length} tokens, {facts.sampled_share:.0%} of them written by the "
-        "assistant; only those are learnt."
-    ]
+    parts = [f"{'; '.join(map(str, facts.streams))}. Only what the assistant wrote is learnt."]
     notes = list(facts.notes)
     if settings.data_source is not None or settings.data_licence is not None:
         notes = [CorpusNote(source=settings.data_source, licence=settings.data_licence)]
@@ -114,8 +127,27 @@ def _recipe(settings: TrainSettings, facts: RunFacts) -> str:
         f"`outrider train {settings.method}`: {facts.steps:,} steps, {facts.seconds / 60:.1f} minutes on "
         f"{facts.device}; {settings.batch_streams} streams × {settings.anchors} random anchors × {settings.k} "
         f"drafts per step, labels are the target's most likely tokens{aim}; {settings.optimiser}, learning rate "
-        f"{settings.lr:g}, weights {weights}{begun}."
+        f"{settings.lr:g}, weights {weights}{begun}.{_variety(settings, facts)}"
     )
+
+
+def _variety(settings: TrainSettings, facts: RunFacts) -> str:
+    """What was not the same in every step."""
+    said = ""
+    if len(facts.streams) > 1:
+        joined = f", laid end to end by {settings.long_pack}" if settings.long_pack > 1 else ""
+        said += f" {settings.long_share:.0%} of the steps on streams of {facts.streams[1].length:,} tokens{joined}."
+    if settings.smaller_block is not None:
+        said += f" {settings.smaller_share:.0%} of the steps on blocks of {settings.smaller_block} rows."
+    if settings.sure_weight < 1:
+        rest = 1 - settings.sure_weight
+        said += (
+            f" Anchors are drawn with weights {settings.sure_weight:g} + {rest:g} (1 - p), p being the probability of "
+            "the anchor's token."
+        )
+    if settings.loss_vocab_size is not None:
+        said += f" The loss of a step is over {settings.loss_vocab_size:,} tokens."
+    return said
 
 
 def _acceptance(facts: RunFacts) -> list[str]:
@@ -126,7 +158,11 @@ def _acceptance(facts: RunFacts) -> list[str]:
         f"| {name} | {values['mean_acceptance_length']:.2f} | {values['tokens']:,} |"
         for name, values in evaluation["categories"].items()
     ]
-    return [
+    parts = [
         f"Greedy decoding, simulated, k = {evaluation['k']}; mean acceptance length is accepted drafts + 1 per step:",
         "\n".join(["| prompts | mean acceptance length | tokens |", "|---|---|---|", *rows]),
     ]
+    if (smaller := evaluation.get("smaller_block")) is not None:
+        length = smaller["categories"]["all"]["mean_acceptance_length"]
+        parts += [f"With k = {smaller['k']}, from blocks of {smaller['block_size']} rows: {length:.2f}."]
+    return parts

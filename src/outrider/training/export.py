@@ -117,6 +117,7 @@ def dflash_config(settings: TrainSettings, target: Target, plan: DraftPlan) -> d
         "layer_types": ["full_attention"] * settings.layers,
         "num_target_layers": len(target.spec.layers),
         "block_size": settings.block_size,
+        **({} if settings.smaller_block is None else {"smaller_block_sizes": [settings.smaller_block]}),
         "dflash_config": {
             "mask_token_id": plan.choices.mask_token_id,
             "target_layer_ids": list(plan.taps),

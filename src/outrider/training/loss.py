@@ -53,18 +53,26 @@ class HeadLoss:
         self.chunk_rows = chunk_rows
         self._chunk: ChunkLoss = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
 
-    def __call__(self, rows: Tensor, labels: Tensor, teacher: Tensor | None = None, share: float = 0.0) -> LossResult:
-        """rows, teacher: [n, hidden]; labels: [n]."""
-        found = _HeadLoss.apply(rows, labels, teacher, share, self)  # type: ignore[no-untyped-call]
+    def __call__(
+        self,
+        rows: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None = None,
+        share: float = 0.0,
+        *,
+        part: Tensor | None = None,
+    ) -> LossResult:
+        """rows, teacher: [n, hidden]; labels: [n], of the head or of the `part` of its rows that is given."""
+        matrix = self.head if part is None else part
+        found = _HeadLoss.apply(rows, labels, teacher, share, self, matrix)  # type: ignore[no-untyped-call]
         return LossResult(*found)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, labels: Tensor, teacher: Tensor | None, share: float, head: HeadLoss
+        ctx: Any, rows: Tensor, labels: Tensor, teacher: Tensor | None, share: float, head: HeadLoss, matrix: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        matrix = head.head
         gradient = torch.empty_like(rows)
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         confidence = torch.empty_like(losses)
@@ -80,7 +88,7 @@ class _HeadLoss(torch.autograd.Function):
         return losses, confidence, right
 
     @staticmethod
-    def backward(ctx: Any, of_losses: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, of_losses: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         # Scaled here, not in 16-bit logits, where a row's share of a large batch would lose its digits.
-        return (gradient.float() * of_losses[:, None]).to(gradient.dtype), None, None, None, None
+        return (gradient.float() * of_losses[:, None]).to(gradient.dtype), None, None, None, None, None

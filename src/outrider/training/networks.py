@@ -101,7 +101,7 @@ class DraftNetwork(nn.Module, ABC):
     """From the target's taps and the tokens of a stream to the rows that the head turns into drafts."""
 
     k: int
-    """Drafts per anchor."""
+    """The most drafts per anchor."""
     block_size: int | None
     """Rows of a block that attend to each other; None where the network needs no block mask."""
 
@@ -115,7 +115,9 @@ class DraftNetwork(nn.Module, ABC):
         self.register_buffer("rotary", table, persistent=False)
 
     @abstractmethod
-    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def forward(
+        self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None, k: int
+    ) -> Tensor:
         """[streams, anchors, k, hidden].
 
         `taps` is [streams, length, taps * hidden], `embedded` [streams, length, hidden]: the stream's tokens, embedded
@@ -176,12 +178,14 @@ class DFlashNetwork(DraftNetwork):
         self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def forward(
+        self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None, k: int
+    ) -> Tensor:
         assert mask is not None
-        size = self.k + 1
+        size = k + 1
         context = self.hidden_norm(self.fc(taps))
         first = rows_at(embedded, anchors)[:, :, None]
-        masks = self.mask_row.to(embedded.dtype).expand(*anchors.shape, self.k, -1)
+        masks = self.mask_row.to(embedded.dtype).expand(*anchors.shape, k, -1)
         block = torch.cat([first, masks], dim=2)
         positions = anchors[..., None] + torch.arange(size, device=anchors.device)
         tables = self.rotary[: taps.shape[1]], self.rotary[positions.flatten(1)]
@@ -227,7 +231,9 @@ class Eagle3Network(DraftNetwork):
         self.layers = nn.ModuleList([Eagle3Layer(shape)])
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def forward(
+        self, taps: Tensor, embedded: Tensor, anchors: Tensor, mask: Tensor | BlockMask | None, k: int
+    ) -> Tensor:
         assert mask is None
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
@@ -244,7 +250,7 @@ class Eagle3Network(DraftNetwork):
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         outputs = []
-        for step in range(self.k):
+        for step in range(k):
             # Behind the stream's end there is nothing to draft either: those rows have no label.
             row = layer.inputs(rows_at(embedded, (anchors + step).clamp(max=length - 1)), feature)
             table = self.rotary[base + step]
@@ -285,7 +291,7 @@ def rows_at(values: Tensor, positions: Tensor) -> Tensor:
     return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def block_layout(network: DraftNetwork, *, length: int, anchors: int, causal: bool) -> BlockLayout | None:
+def block_layout(network: DraftNetwork, *, length: int, anchors: int, k: int, causal: bool) -> BlockLayout | None:
     if network.block_size is None:
         return None
-    return BlockLayout(length=length, anchors=anchors, block_size=network.block_size, causal=causal)
+    return BlockLayout(length=length, anchors=anchors, block_size=k + 1, causal=causal)

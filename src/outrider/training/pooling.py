@@ -59,15 +59,23 @@ class StreamSource:
     def next(self, count: int) -> npt.NDArray[np.int64]:
         """Indices of the next streams; at the end of an epoch the rest and the beginning of the next."""
         if self.watch and (counts := self._count()) != self._counts:
-            self._counts = counts
-            self.streams = self._read()
-            self._order = np.empty(0, dtype=np.int64)
+            self._grow(counts)
         while len(self._order) < count:
             fresh = self._generator.permutation(np.arange(self._first, len(self.streams)))
             self._order = np.concatenate([self._order, fresh])
             self.epoch += 1
         taken, self._order = self._order[:count], self._order[count:]
         return taken
+
+    def _grow(self, counts: tuple[int, ...]) -> None:
+        """What is new comes with the rest of the epoch, before anything is seen again."""
+        before = len(self.streams)
+        self._counts = counts
+        self.streams = self._read()
+        new = np.arange(before, len(self.streams))
+        # Where several corpora grow, what is new does not lie at the end: the epoch begins anew.
+        rest = np.concatenate([self._order, new]) if len(self.paths) == 1 else np.empty(0, dtype=np.int64)
+        self._order = self._generator.permutation(rest)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -108,6 +116,23 @@ def best_tokens(target: Target, final: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def best_and_sure(target: Target, final: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`best_tokens`, and how likely the target found each token after those before it; at 0 that is 1."""
+    following = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).flatten()
+    best, sure = [], []
+    for part, said in zip(final.flatten(0, 1).split(ARGMAX_ROWS), following.split(ARGMAX_ROWS), strict=True):
+        logits = wide_logits(part, target.head)
+        best.append(logits.argmax(-1))
+        sure.append(torch.exp(logits.gather(1, said[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)))
+    chosen = torch.cat(best).view(tokens.shape)
+    likely = torch.nan_to_num(torch.cat(sure)).view(tokens.shape)
+    return (
+        torch.cat([torch.zeros_like(chosen[:, :1]), chosen[:, :-1]], dim=1),
+        torch.cat([torch.ones_like(likely[:, :1]), likely[:, :-1]], dim=1),
+    )
+
+
+@torch.no_grad()
 def fill_pool(
     target: Target,
     streams: Streams,
@@ -117,6 +142,7 @@ def fill_pool(
     dtype: torch.dtype,
     batch_streams: int,
     with_final: bool,
+    with_sure: bool = False,
 ) -> Pool:
     """Run the target over the streams and keep what a drafter learns from; taps are multiplied by the scale."""
     device = target.device
@@ -127,6 +153,7 @@ def fill_pool(
     kept = torch.empty(count, length, width, dtype=dtype, device=device)
     final = torch.empty(count, length, target.spec.hidden_size, dtype=dtype, device=device) if with_final else None
     best = torch.empty_like(tokens)
+    sure = torch.empty(count, length, device=device) if with_sure else None
     for start in range(0, count, batch_streams):
         part = slice(start, start + batch_streams)
         padded = tokens[part]
@@ -139,10 +166,14 @@ def fill_pool(
         found = states.taps[:rows]
         # A stream that overflows 16 bits must not spoil the run.
         kept[part] = torch.nan_to_num(found.float() * scale, nan=0.0, posinf=0.0, neginf=0.0).to(dtype)
-        best[part] = best_tokens(target, states.final)[:rows]
+        if sure is None:
+            best[part] = best_tokens(target, states.final)[:rows]
+        else:
+            found_best, found_sure = best_and_sure(target, states.final, padded)
+            best[part], sure[part] = found_best[:rows], found_sure[:rows]
         if final is not None:
             final[part] = torch.nan_to_num(states.final[:rows]).to(dtype)
-    return Pool(tokens=tokens, best=best, roles=roles, taps=kept, final=final)
+    return Pool(tokens=tokens, best=best, roles=roles, taps=kept, final=final, sure=sure)
 
 
 @torch.no_grad()

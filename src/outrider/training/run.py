@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from outrider.errors import ConfigError
-from outrider.training.card import RunFacts
+from outrider.training.card import RunFacts, StreamFacts
 from outrider.training.checkpoint import STATE_FILE, load_state, refuse_other_run
 from outrider.training.corpus import read_note, shared_prompts
 from outrider.training.drafts import TokenChoices, choose_tokens, make_plan, most_frequent
 from outrider.training.evaluate import Evaluation, as_json, describe, read_evaluation
 from outrider.training.export import export_drafter
 from outrider.training.initial import open_initial
-from outrider.training.pooling import StreamSource
+from outrider.training.lanes import open_lanes
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target, load_target
 from outrider.training.trainer import Measured, Trainer, identity
@@ -72,7 +72,7 @@ def train(
 
 def refuse_missing(settings: TrainSettings) -> None:
     """Before a target is loaded for nothing."""
-    for path in settings.data:
+    for path in (*settings.data, *settings.long_data):
         if not path.exists() and not settings.watch:
             raise ConfigError(f"{path} does not exist; make a corpus first: outrider train corpus --output {path}")
     if settings.init is not None and not settings.init.is_dir():
@@ -87,15 +87,9 @@ def refuse_missing(settings: TrainSettings) -> None:
 def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh: bool = False) -> dict[str, Any] | None:
     refuse_missing(settings)
     vocab_size = target.spec.vocab_size
-    source = StreamSource(
-        settings.data,
-        vocab_size=vocab_size,
-        holdout=settings.holdout if settings.evaluation is None else 0,
-        seed=settings.seed,
-        watch=settings.watch,
-    )
-    length = source.streams.tokens.shape[1]
-    notes = tuple(read_note(path) for path in settings.data)
+    lanes = open_lanes(settings, vocab_size=vocab_size)
+    source, length = lanes[0].source, lanes[0].length
+    notes = tuple(read_note(path) for path in (*settings.data, *settings.long_data))
     given = None
     if settings.evaluation is not None:
         given = read_evaluation(settings.evaluation, vocab_size=vocab_size, length=length)
@@ -108,12 +102,13 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     else:
         choices = TokenChoices.from_state(state["choices"])
         refuse_other_run(state["identity"], identity(settings, target, choices), settings.output)
-    plan = make_plan(settings, target, length, choices)
-    trainer = Trainer(settings, target, plan, source)
+    plan = make_plan(settings, target, max(lane.context_tokens for lane in lanes), choices)
+    trainer = Trainer(settings, target, plan, lanes)
     parameters = sum(parameter.numel() for parameter in plan.network.parameters())
     report(
-        f"{settings.method}: {parameters / 1e6:.1f}M parameters, taps {list(plan.taps)}, {len(source.streams):,} "
-        f"streams of {length} tokens, on {device_name(target.device)}"
+        f"{settings.method}: {parameters / 1e6:.1f}M parameters, taps {list(plan.taps)}, "
+        + " and ".join(f"{len(lane.source.streams):,} streams of {lane.length} tokens" for lane in lanes)
+        + f", on {device_name(target.device)}"
     )
     _make_directory(settings.output)
     if state is not None:
@@ -125,27 +120,30 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     if fresh:
         (settings.output / STATE_FILE).unlink(missing_ok=True)
     held_out, categories = given or (source.held_out, ["held out"] * len(source.held_out))
-    evaluation: Evaluation | None = None
+    evaluations: list[Evaluation] = []
     latest: dict[str, Any] | None = None
 
     def evaluate() -> Measured:
-        nonlocal evaluation, latest
+        nonlocal latest
         if not len(held_out):
             return Measured("nothing held out to measure acceptance on", None)
-        if evaluation is None:
-            evaluation = Evaluation(
-                trainer.pool_of(held_out),
-                categories,
-                plan,
-                trainer.rows,
-                batch_streams=settings.batch_streams,
-                anchors=settings.anchors,
-                k=plan.network.k,
-            )
-        totals = evaluation.run()
-        whole = totals["all"]
-        latest = as_json(totals, plan.network.k) if whole.steps else None
-        return Measured(describe(totals), whole.mean_length if whole.steps else None)
+        if not evaluations:
+            pool = trainer.pool_of(held_out, settings.batch_streams)
+            for k in settings.draft_counts:
+                anchors = settings.anchors_for(k, settings.anchors)
+                shape = {"batch_streams": settings.batch_streams, "anchors": anchors, "k": k}
+                evaluations.append(Evaluation(pool, categories, plan, trainer.rows, **shape))
+        totals = [one.run() for one in evaluations]
+        whole = totals[0]["all"]
+        if not whole.steps:
+            latest = None
+            return Measured(describe(totals[0]), None)
+        latest = as_json(totals[0], settings.k)
+        text = describe(totals[0])
+        for k, smaller in zip(settings.draft_counts[1:], totals[1:], strict=True):
+            latest["smaller_block"] = {"block_size": k + 1, **as_json(smaller, k)}
+            text += f"; {k} drafts from blocks of {k + 1} rows {smaller['all'].mean_length:.2f}"
+        return Measured(text, whole.mean_length)
 
     def export() -> None:
         assert trainer.scale is not None
@@ -154,9 +152,7 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
             steps=trainer.step,
             seconds=trainer.elapsed_s,
             device=device_name(target.device),
-            streams=len(trained),
-            length=length,
-            sampled_share=float(trained.roles.mean()),
+            streams=tuple(StreamFacts.of(lane.source.trained) for lane in lanes),
             notes=notes,
             shared_prompts=shared_prompts(held_out, trained),
             evaluation=latest,

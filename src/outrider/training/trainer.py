@@ -5,27 +5,30 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from outrider.errors import ConfigError
-from outrider.training.attention import BlockMasks
-from outrider.training.batches import Batch, Pool, decay_weights, dpace_weights, draw_anchors, known_counts, make_batch
+from outrider.training.attention import BlockLayout, BlockMasks
+from outrider.training.batches import Batch, Pool, decay_weights, dpace_weights
 from outrider.training.checkpoint import save_state
 from outrider.training.corpus import Streams
 from outrider.training.drafts import DraftPlan, TokenChoices, choose_taps
+from outrider.training.head_part import HeadPart
+from outrider.training.lanes import Lane
 from outrider.training.loss import HeadLoss
 from outrider.training.networks import DraftNetwork, block_layout
 from outrider.training.optim import Optimisers, learning_rate
-from outrider.training.pooling import StreamSource, fill_pool, tap_scale
+from outrider.training.pooling import fill_pool, tap_scale
 from outrider.training.settings import TrainSettings
 from outrider.training.target import Target
 
@@ -33,6 +36,7 @@ from outrider.training.target import Target
 IDENTITY = (
     *("method", "layers", "k", "causal", "draft_vocab_size"),
     *("optimiser", "batch_streams", "anchors", "pool_streams", "reuse", "seed"),
+    *("smaller_block", "smaller_share", "long_share", "long_pack", "sure_weight", "loss_vocab_size"),
 )
 # However slow the steps are, something is said this often.
 QUIET_S = 30.0
@@ -54,19 +58,15 @@ def identity(settings: TrainSettings, target: Target, choices: TokenChoices) -> 
     return {name: values[name] for name in IDENTITY} | {
         "taps": list(choose_taps(settings, len(target.spec.layers))),
         "target": target.fingerprint,
+        "long": bool(settings.long_data),
         "mask_token_id": choices.mask_token_id if given is None else given,
     }
 
 
 class Trainer:
-    def __init__(self, settings: TrainSettings, target: Target, plan: DraftPlan, source: StreamSource) -> None:
-        self.settings, self.target, self.plan, self.source = settings, target, plan, source
+    def __init__(self, settings: TrainSettings, target: Target, plan: DraftPlan, lanes: Sequence[Lane]) -> None:
+        self.settings, self.target, self.plan, self.lanes = settings, target, plan, tuple(lanes)
         self.device = target.device
-        self.length = source.streams.tokens.shape[1]
-        if settings.anchors >= self.length:
-            raise ConfigError(f"{settings.anchors} anchors do not fit into streams of {self.length} tokens")
-        if settings.pool_streams < settings.batch_streams:
-            raise ConfigError(f"a pool of {settings.pool_streams} cannot fill a batch of {settings.batch_streams}")
         self.compute = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.generator = torch.Generator(device=self.device).manual_seed(settings.seed)
         self.shuffle = torch.Generator().manual_seed(settings.seed + 1)
@@ -80,40 +80,50 @@ class Trainer:
         if compiled:
             target.compile()
         self.head_loss = HeadLoss(plan.head.to(self.compute), chunk_rows=settings.chunk_rows, compiled=compiled)
-        self.masks = self._masks()
-        self.weights = decay_weights(self.network.k, settings.gamma, self.device)
+        self.head_part = self._head_part(lanes[0].source.trained)
+        self.weights = {k: decay_weights(k, settings.gamma, self.device) for k in settings.draft_counts}
         self.scale: Tensor | None = None
         self.step = 0
         self.elapsed_s = 0.0
+        self._masks: dict[BlockLayout, BlockMasks] = {}
         self._wanted: set[str] = set()
         self._measured: float | None = None
-        self._pool: Pool | None = None
-        self._counts: Tensor | None = None
-        self._members = np.empty(0, dtype=np.int64)
-        self._queue: list[Tensor] = []
+        self._tokens_since = 0
 
-    def _masks(self) -> BlockMasks | None:
+    def _head_part(self, streams: Streams) -> HeadPart | None:
+        size = self.settings.loss_vocab_size
+        if size is None:
+            return None
+        kept = self.plan.choices.kept
+        counts = np.bincount(streams.tokens[streams.roles], minlength=self.target.spec.vocab_size)
+        return HeadPart(self.head_loss.head, counts if kept is None else counts[list(kept)], size)
+
+    def _mask(self, batch: Batch) -> Tensor | BlockMask | None:
         settings = self.settings
-        layout = block_layout(self.network, length=self.length, anchors=settings.anchors, causal=settings.causal)
+        streams, length = batch.tokens.shape
+        layout = block_layout(
+            self.network, length=length, anchors=batch.anchors.shape[1], k=batch.k, causal=settings.causal
+        )
         if layout is None:
             return None
-        flex = settings.attention == "flex" or (settings.attention == "auto" and self.device.type == "cuda")
-        return BlockMasks(layout, settings.batch_streams, self.device, flex=flex)
+        if layout not in self._masks:
+            flex = settings.attention == "flex" or (settings.attention == "auto" and self.device.type == "cuda")
+            self._masks[layout] = BlockMasks(layout, streams, self.device, flex=flex)
+        return self._masks[layout].make(batch.anchors)
 
     # --- data ---------------------------------------------------------------------------------------
 
-    def _fill(self, members: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        self._pool = self._counts = None
-        self._members = members
+    def _fill(self, lane: Lane, members: npt.NDArray[np.int64]) -> None:
+        lane.empty()
+        streams = lane.source.streams[members]
         if self.scale is None:
-            self.scale = self._scale_on(self.source.streams[members[: self.settings.batch_streams]])
-        self._pool = self.pool_of(self.source.streams[members])
-        self._counts = known_counts(self._pool, self.network.k)
+            self.scale = self._scale_on(streams[slice(0, lane.shape.batch_streams)])
+        lane.fill(members, self.pool_of(streams, lane.shape.batch_streams, with_sure=self.settings.sure_weight < 1.0))
 
     def _scale_on(self, few: Streams) -> Tensor:
         return tap_scale(self.target, few, self.plan.taps)
 
-    def pool_of(self, streams: Streams) -> Pool:
+    def pool_of(self, streams: Streams, batch_streams: int, *, with_sure: bool = False) -> Pool:
         assert self.scale is not None
         return fill_pool(
             self.target,
@@ -121,48 +131,55 @@ class Trainer:
             self.plan.taps,
             scale=self.scale,
             dtype=self.compute,
-            batch_streams=self.settings.batch_streams,
+            batch_streams=batch_streams,
             with_final=self.settings.distil > 0,
+            with_sure=with_sure,
         )
 
     def _next_batch(self) -> Batch:
         settings = self.settings
-        if not self._queue:
-            size = settings.batch_streams
-            # A small corpus is not computed several times over to fill the pool.
-            enough = max(size, len(self.source.trained))
-            self._fill(self.source.next(min(settings.pool_streams, enough)))
-            assert self._pool is not None
-            for _ in range(settings.reuse):
-                # Moved in one piece: a copy in every step would wait for the device.
-                order = torch.randperm(len(self._pool), generator=self.shuffle).to(self.device)
-                self._queue += list(order.split(size)[: len(order) // size])
-        assert self._pool is not None and self._counts is not None
-        index = self._queue.pop(0)
-        anchors, real = draw_anchors(self._counts[index], settings.anchors, self.generator)
-        return make_batch(self._pool.take(index), anchors, real, self.network.k)
+        # The first step is a usual one: the taps' scale comes from it.
+        usual = self.scale is None
+        lane = self.lanes[0] if usual or not self._by_chance(settings.long_share, self.lanes) else self.lanes[1]
+        counts = settings.draft_counts
+        k = counts[0] if usual or not self._by_chance(settings.smaller_share, counts) else counts[1]
+        if not lane.queue:
+            self._fill(lane, lane.next_members())
+            lane.plan_draws(self.shuffle)
+        return lane.draw(k, self.generator)
+
+    def _by_chance(self, share: float, choices: Sequence[object]) -> bool:
+        """Whether the second of two is taken; where there is one, nothing is drawn."""
+        return len(choices) > 1 and torch.rand(1, generator=self.shuffle).item() < share
 
     # --- one step -----------------------------------------------------------------------------------
 
     def rows(self, batch: Batch) -> Tensor:
         """[streams, anchors, k, hidden]"""
-        mask: Tensor | BlockMask | None = None if self.masks is None else self.masks.make(batch.anchors)
+        mask = self._mask(batch)
         embedded = self.target.embed(batch.tokens).to(self.compute)
         mixed = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
         with mixed:
-            return self.forward(batch.taps, embedded, batch.anchors, mask)
+            return self.forward(batch.taps, embedded, batch.anchors, mask, batch.k)
 
     def train_step(self) -> dict[str, Tensor]:
         settings = self.settings
         batch = self._next_batch()
         labels, known = self.plan.draft_labels(batch)
+        places, part = labels, None
+        if self.head_part is not None:
+            part, place = self.head_part.choose(labels, known, self.generator)
+            places = place[labels]
+            # More rare labels than there is room for: the last ones wait for another step.
+            known = known & (places >= 0)
+            places = places.clamp(min=0)
         rows = self.rows(batch)
         teacher = None if batch.teacher is None else batch.teacher.flatten(0, 2)
-        result = self.head_loss(rows.flatten(0, 2), labels.flatten(), teacher, settings.distil)
+        result = self.head_loss(rows.flatten(0, 2), places.flatten(), teacher, settings.distil, part=part)
         if settings.weighting == "dpace":
             weights = dpace_weights(result.confidence.view(known.shape)) * known
         else:
-            weights = self.weights * known
+            weights = self.weights[batch.k] * known
         weights = weights / weights.sum().clamp(min=1e-6)
         loss = (result.losses * weights.flatten()).sum()
         loss.backward()
@@ -173,6 +190,7 @@ class Trainer:
         self.optimisers.step()
         self.optimisers.zero_grad()
         self.step += 1
+        self._tokens_since += batch.tokens.numel()
         right = result.right.view(known.shape) & known
         # A label outside the draft vocabulary is known, and missed.
         whole = batch.known.all(-1)
@@ -256,7 +274,8 @@ class Trainer:
     def _line(self, means: dict[str, float], timed: int, since: float) -> str:
         """`timed`: how many steps were done since then."""
         seconds = max(1e-9, time.monotonic() - since)
-        tokens = timed * self.settings.batch_streams * self.length / seconds
+        tokens = self._tokens_since / seconds
+        self._tokens_since = 0
         done = self.progress()
         left_s = self.elapsed_s * max(0.0, 1 - done) / done if done else 0.0
         held_out = "" if self._measured is None else f", held out {self._measured:.2f}"
@@ -282,9 +301,7 @@ class Trainer:
                 "optimisers": self.optimisers.state(),
                 "generator": self.generator.get_state(),
                 "shuffle": self.shuffle.get_state(),
-                "source": self.source.state(),
-                "members": self._members.tolist(),
-                "queue": [index.tolist() for index in self._queue],
+                "lanes": [lane.state() for lane in self.lanes],
                 "scale": self.scale,
                 "step": self.step,
                 "elapsed_s": self.elapsed_s,
@@ -293,7 +310,7 @@ class Trainer:
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Begin with exported weights, into which the taps' scale was folded."""
-        self.scale = self._scale_on(self.source.trained[slice(0, self.settings.batch_streams)])
+        self.scale = self._scale_on(self.lanes[0].source.trained[slice(0, self.settings.batch_streams)])
         self.network.load_state_dict(weights)
         fuse = self.network.get_parameter("fc.weight")
         fuse.data.div_(self.scale.to(fuse.dtype))
@@ -304,11 +321,13 @@ class Trainer:
         self.optimisers.load_state(state["optimisers"])
         self.generator.set_state(state["generator"])
         self.shuffle.set_state(state["shuffle"])
-        self.source.load_state(state["source"])
         self.scale = state["scale"].to(self.device)
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
-        self._fill(np.array(state["members"], dtype=np.int64))
-        self._queue = [torch.tensor(index, device=self.device) for index in state["queue"]]
+        for lane, saved in zip(self.lanes, state["lanes"], strict=True):
+            lane.source.load_state(saved["source"])
+            if saved["members"]:
+                self._fill(lane, np.array(saved["members"], dtype=np.int64))
+                lane.load_state(saved)
 
 
 def _thousands(count: float) -> str:

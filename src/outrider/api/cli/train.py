@@ -138,6 +138,11 @@ def dflash(
     output: Output,
     layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 4,
     block_size: Annotated[int, typer.Option(min=2, help="Rows of a block: the last token, then one per draft.")] = 8,
+    smaller_block: Annotated[
+        int | None,
+        typer.Option(help="Rows of a smaller block that is learnt as well: few drafts then take less work."),
+    ] = None,
+    smaller_share: Annotated[float, typer.Option(help="Share of the steps on smaller blocks.")] = 0.3,
     causal: Annotated[bool, typer.Option("--causal", help="A draft sees only earlier ones of its block.")] = False,
     mask_token_id: Annotated[
         int | None, typer.Option(help="Token that stands for one to draft. Default: the rarest in the data.")
@@ -154,6 +159,8 @@ def dflash(
         output=output,
         layers=layers,
         k=block_size - 1,
+        smaller_block=smaller_block,
+        smaller_share=smaller_share,
         causal=causal,
         mask_token_id=mask_token_id,
         anchors=anchors,

@@ -51,6 +51,19 @@ class TrainOptions:
         Path | None,
         typer.Option(help="Greedy answers from held-out. Default: part of the data is held out.", rich_help_panel=DATA),
     ] = None
+    long_data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Corpus of longer streams, for a share of the steps. May be given several times.", rich_help_panel=DATA
+        ),
+    ] = None
+    long_share: Annotated[float, typer.Option(help="Share of the steps on --long-data.", rich_help_panel=DATA)] = 0.12
+    long_pack: Annotated[
+        int,
+        typer.Option(
+            help="Streams of --long-data laid end to end, so that farther positions occur.", rich_help_panel=DATA
+        ),
+    ] = 1
     watch: Annotated[bool, typer.Option(help="Look for streams that are added meanwhile.", rich_help_panel=DATA)] = (
         False
     )
@@ -60,6 +73,15 @@ class TrainOptions:
         int, typer.Option(help="Streams whose target states are kept at a time.", rich_help_panel=DATA)
     ] = 4096
     reuse: Annotated[int, typer.Option(help="Times a stream is drawn before it is replaced.", rich_help_panel=DATA)] = 4
+
+    sure_weight: Annotated[
+        float,
+        typer.Option(
+            help="How readily drafts begin behind a token that the target was sure of, against one that surprised it: "
+            "up to 1, where all are alike.",
+            rich_help_panel=DATA,
+        ),
+    ] = 1.0
 
     optimiser: Annotated[
         str, typer.Option(help=f"For matrices: {', '.join(OPTIMISERS)}.", rich_help_panel=OPTIMISATION)
@@ -84,6 +106,13 @@ class TrainOptions:
         ),
     ] = 0.0
 
+    loss_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Compute the loss over so many tokens only: frequent ones, a step's labels, others by chance.",
+            rich_help_panel=SPEED,
+        ),
+    ] = None
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the network; on a GPU only.", rich_help_panel=SPEED)
     ] = True
@@ -101,7 +130,7 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """As TrainSettings takes them."""
-        return dict(vars(self))
+        return vars(self) | {"long_data": tuple(self.long_data or ())}
 
 
 def tap_ids(text: str | None) -> tuple[int, ...] | None:

@@ -1,0 +1,288 @@
+"""Steps that are not all alike: longer streams, smaller blocks, anchors where it is hard, a part of the head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.tiny import tiny_engine
+from tests.training.tiny import (
+    END,
+    LENGTH,
+    PROMPT,
+    greedy_streams,
+    overfit_settings,
+    settings_for,
+    tiny_loaded,
+    tiny_target,
+    trainer_of,
+    write_corpus,
+)
+
+from outrider.api.llm import LLM
+from outrider.config import SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.sampling import SamplingParams
+from outrider.training.batches import Pool, anchor_weights, eligible_anchors, known_counts, make_batch
+from outrider.training.corpus import Streams, write_shard
+from outrider.training.head_part import HeadPart
+from outrider.training.loss import HeadLoss
+from outrider.training.pooling import StreamSource, best_and_sure, best_tokens
+from outrider.training.run import train_for
+
+VARIED: dict[str, Any] = {
+    "k": 5,
+    "anchors": 6,
+    "smaller_block": 3,
+    "smaller_share": 0.5,
+    "long_share": 0.5,
+    "long_pack": 2,
+    "sure_weight": 0.15,
+    "loss_vocab_size": 128,
+}
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+def write_long_corpus(directory: Path, count: int = 8) -> Path:
+    """Twice as long: the target's answers, and again."""
+    streams = greedy_streams(count)
+    write_shard(
+        directory,
+        Streams(tokens=np.tile(streams.tokens, (1, 2)), roles=np.tile(streams.roles, (1, 2))),
+    )
+    return directory
+
+
+def varied(directory: Path, **changes: Any) -> Any:
+    write_corpus(directory / "corpus", 8)
+    long = write_long_corpus(directory / "long")
+    return settings_for(directory, "dflash", **(VARIED | {"long_data": (long,)} | changes))
+
+
+def a_pool(count: int = 4, *, with_sure: bool = True) -> Pool:
+    """What the tiny target thinks of its own text."""
+    target = tiny_target()
+    streams = greedy_streams(count)
+    tokens = torch.from_numpy(streams.tokens.astype(np.int64))
+    states = target.states(tokens, (1,))
+    best, sure = best_and_sure(target, states.final, tokens)
+    return Pool(
+        tokens=tokens,
+        best=best,
+        roles=torch.from_numpy(streams.roles),
+        taps=states.taps,
+        final=states.final,
+        sure=sure if with_sure else None,
+    )
+
+
+# ---- anchors -------------------------------------------------------------------------------------------
+
+
+def test_how_sure_the_target_was_is_the_probability_of_the_token() -> None:
+    target = tiny_target()
+    tokens = torch.from_numpy(greedy_streams(4).tokens.astype(np.int64))
+    final = target.states(tokens, (1,)).final
+    best, sure = best_and_sure(target, final, tokens)
+    assert torch.equal(best, best_tokens(target, final))
+    chances = torch.softmax(final.float() @ target.head.float().T, dim=-1)
+    for stream in range(4):
+        assert sure[stream, 0] == 1.0
+        for place in (1, 2, PROMPT, LENGTH - 1):
+            expected = chances[stream, place - 1, tokens[stream, place]]
+            assert sure[stream, place].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_anchors_lie_where_the_target_was_unsure_and_on_first_tokens() -> None:
+    pool = a_pool()
+    assert pool.sure is not None
+    counts = known_counts(pool, 3).float()
+    weights = anchor_weights(pool, 3, 0.25)
+    assert (weights[:, PROMPT] == counts[:, PROMPT]).all()
+    inside = eligible_anchors(pool.roles)
+    inside[:, PROMPT] = False
+    expected = counts * (0.25 + 0.75 * (1 - pool.sure))
+    assert torch.allclose(weights[inside], expected[inside])
+    assert weights[inside].unique().numel() > 10
+    assert torch.equal(anchor_weights(a_pool(with_sure=False), 3, 0.25), counts)
+
+
+def test_an_anchor_is_not_drawn_again_while_others_wait(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 4)
+    trainer = trainer_of(settings_for(tmp_path, pool_streams=4, reuse=4, anchors=8))
+    lane = trainer.lanes[0]
+    for _ in range(4):
+        trainer._next_batch()
+    assert lane._times is not None
+    assert lane._times.sum().item() == 4 * 4 * 8
+    # 8 of some 39 places four times over: by chance 34 would come again.
+    assert (lane._times > 1).sum().item() < 10
+
+
+# ---- streams end to end --------------------------------------------------------------------------------
+
+
+def test_streams_laid_end_to_end_keep_their_labels_and_look_back_farther() -> None:
+    pool = a_pool(4)
+    anchors = torch.tensor([[9, 12], [10, 20], [11, 30], [8, 40]])
+    batch = make_batch(pool, anchors, torch.ones_like(anchors, dtype=torch.bool), 3)
+    joined = batch.end_to_end(2)
+    assert joined.tokens.shape == (2, 2 * LENGTH)
+    assert joined.anchors.tolist() == [[9, 12, 10 + LENGTH, 20 + LENGTH], [11, 30, 8 + LENGTH, 40 + LENGTH]]
+    for stream in range(2):
+        for number, anchor in enumerate(joined.anchors[stream].tolist()):
+            known = joined.known[stream, number]
+            text = joined.tokens[stream, anchor + 1 : anchor + 4]
+            # The tiny target wrote the text greedily: labels are what follows.
+            assert torch.equal(joined.labels[stream, number][known], text[: int(known.sum())])
+            assert known.any()
+    assert joined.teacher is not None
+    assert batch.teacher is not None
+    assert torch.equal(joined.teacher[1, 2], batch.teacher[3, 0])
+    assert torch.equal(joined.taps[0, LENGTH + 5], batch.taps[1, 5])
+
+
+def test_every_kind_of_step_is_taken_and_has_as_many_rows(tmp_path: Path) -> None:
+    trainer = trainer_of(varied(tmp_path))
+    kinds: dict[tuple[int, int], set[int]] = {}
+    for _ in range(24):
+        batch = trainer._next_batch()
+        trainer.scale = torch.ones(1) if trainer.scale is None else trainer.scale
+        rows = batch.anchors.numel() * (batch.k + 1)
+        kinds.setdefault((batch.tokens.shape[1], batch.k), set()).add(rows)
+    assert set(kinds) == {(LENGTH, 5), (LENGTH, 2), (4 * LENGTH, 5), (4 * LENGTH, 2)}
+    assert {rows for each in kinds.values() for rows in each} == {4 * 6 * 6}
+
+
+# ---- a part of the head --------------------------------------------------------------------------------
+
+
+def test_a_part_of_the_head_has_the_frequent_tokens_and_every_label() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(100, 8, generator=generator)
+    part = HeadPart(head, np.arange(100)[::-1].copy(), 40)
+    labels = torch.tensor([3, 99, 70, 3, 55])
+    known = torch.tensor([True, True, True, True, False])
+    seen: set[int] = set()
+    for _ in range(20):
+        rows, place = part.choose(labels, known, generator)
+        assert rows.shape == (40, 8)
+        inside = (place >= 0).nonzero().flatten()
+        assert sorted(place[inside].tolist()) == list(range(40))
+        assert torch.equal(rows[place[inside]], head[inside])
+        assert {*range(30), 70, 99} <= set(inside.tolist())
+        seen |= set(inside.tolist())
+    # The others change.
+    assert len(seen) > 90
+
+
+def test_the_loss_over_a_part_is_cross_entropy_over_its_tokens() -> None:
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(60, 8, generator=generator)
+    rows = torch.randn(5, 8, generator=generator, requires_grad=True)
+    chosen = torch.arange(0, 60, 2)
+    labels = torch.tensor([0, 4, 7, 29, 11])
+    found = HeadLoss(head, chunk_rows=2, compiled=False)(rows, labels, part=head[chosen])
+    expected = torch.nn.functional.cross_entropy(rows @ head[chosen].T, labels, reduction="none")
+    assert torch.allclose(found.losses, expected, atol=1e-5)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------
+
+
+def test_a_varied_run_that_is_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    settings = varied(tmp_path, steps=14, distil=0.3)
+    straight = trainer_of(settings)
+    losses = [straight.train_step()["loss"].item() for _ in range(14)]
+    first = trainer_of(settings)
+    for _ in range(5):
+        first.train_step()
+    first.save()
+    second = trainer_of(settings, resume=True)
+    assert [second.train_step()["loss"].item() for _ in range(9)] == losses[5:]
+
+
+def test_smaller_blocks_are_learnt_told_and_used_by_the_engine(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 4)
+    settings = overfit_settings(
+        tmp_path, "dflash", k=5, anchors=16, smaller_block=3, smaller_share=0.5, steps=160, sure_weight=0.5
+    )
+    lines: list[str] = []
+    found = train_for(settings, tiny_target(), report=lines.append)
+    assert found is not None
+    smaller = found["smaller_block"]
+    assert (smaller["block_size"], smaller["k"]) == (3, 2)
+    assert smaller["categories"]["all"]["mean_acceptance_length"] > 2.2
+    assert "2 drafts from blocks of 3 rows" in lines[-2]
+    assert json.loads((settings.output / "config.json").read_text())["smaller_block_sizes"] == [3]
+    card = (settings.output / "README.md").read_text()
+    assert "for up to 2 drafts, 3" in card
+    assert "50% of the steps on blocks of 3 rows" in card
+
+    config = SpeculativeConfig(method="dflash", model=str(settings.output), num_speculative_tokens=2)
+    engine = tiny_engine(tiny_loaded(), speculative_config=config)
+    prompts = greedy_streams(4).tokens[:, :PROMPT].tolist()
+    LLM.over(engine).generate(prompts, SamplingParams(temperature=0, max_tokens=LENGTH - PROMPT))
+    simulated = smaller["categories"]["all"]["mean_acceptance_length"]
+    assert engine.speculation.mean_acceptance_length == pytest.approx(simulated, abs=0.3)
+
+
+def test_the_card_tells_of_both_lengths(tmp_path: Path) -> None:
+    settings = varied(tmp_path, steps=3, holdout=2)
+    train_for(settings, tiny_target(), report=quiet)
+    card = (settings.output / "README.md").read_text()
+    assert f"streams of {LENGTH} tokens" in card
+    assert f"8 streams of {2 * LENGTH} tokens" in card
+    assert f"50% of the steps on streams of {2 * LENGTH} tokens, laid end to end by 2." in card
+    assert "weights 0.15 + 0.85 (1 - p)" in card
+    assert "The loss of a step is over 128 tokens." in card
+
+
+def test_streams_that_are_added_come_before_any_is_seen_again(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", 8)
+    source = StreamSource((corpus,), vocab_size=END + 1, holdout=0, seed=0, watch=True)
+    seen = source.next(4).tolist()
+    write_shard(corpus, greedy_streams(8, seed=1))
+    seen += source.next(12).tolist()
+    assert sorted(seen) == list(range(16))
+
+
+# ---- refusals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "text"),
+    [
+        ("eagle3", {"smaller_block": 2}, "no smaller_block"),
+        ("dflash", {"smaller_block": 4}, "2 to 3"),
+        ("dflash", {"smaller_block": 1}, "2 to 3"),
+        ("dflash", {"sure_weight": 0.0}, "sure_weight"),
+        ("dflash", {"sure_weight": float("nan")}, "sure_weight"),
+        ("dflash", {"long_share": 1.5}, "long_share"),
+        ("dflash", {"smaller_share": -0.1}, "smaller_share"),
+        ("dflash", {"long_pack": 0}, "long_pack"),
+        ("dflash", {"loss_vocab_size": 0}, "loss_vocab_size"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    method: str, changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        settings_for(tmp_path, method, **changes)
+
+
+def test_long_streams_must_be_longer_and_a_part_smaller(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", 8)
+    with pytest.raises(ConfigError, match="the longer ones are long_data"):
+        trainer_of(settings_for(tmp_path, long_data=(corpus,)))
+    with pytest.raises(ConfigError, match="is no part of 256 tokens"):
+        trainer_of(settings_for(tmp_path, loss_vocab_size=256))
+    with pytest.raises(ConfigError, match="does not exist; make a corpus first"):
+        train_for(settings_for(tmp_path, long_data=(tmp_path / "none",)), tiny_target(), report=quiet)
