@@ -99,7 +99,7 @@ def tiny_engine(
         "max_model_len": 256,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 1 << 23,
+        "kv_cache_memory_bytes": 1 << 22,
         "sanitizer": "raise",
         "sanitizer_level": "bytes",
         "ops": "torch",
