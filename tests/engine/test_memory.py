@@ -164,6 +164,11 @@ def test_the_policy_is_a_setting() -> None:
     for wrong in ("sparse", "", "١٢", 0, -1, True, [], {}, 1.5):
         with pytest.raises(ConfigError, match="kv_retention must be dense, tail, or an interval in tokens"):
             tiny_engine(kv_retention=wrong)
+    for endless in (10**30, "9" * 30, (1 << 32) + 1):
+        with pytest.raises(ConfigError, match=r"kv_retention: an interval of more than .* use tail"):
+            tiny_engine(kv_retention=endless)
+    with pytest.raises(ConfigError, match="kv_retention must be"):
+        tiny_engine(kv_retention="9" * 5000)
     engine = tiny_engine(tiny_model(tiny_spec(windows=(8, None))), kv_retention="tail")
     assert engine.scheduler.kv.config.retention == Retention.of("tail")
 

@@ -92,6 +92,7 @@ def tiny_engine(
     drafter: Drafter | None = None,
     k: int = 4,
     method: str = "ngram",
+    draft_confidence: float | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine over a tiny model with the sanitizer on; `drafter` or `method` with k > 0 turns speculation on."""
@@ -106,7 +107,9 @@ def tiny_engine(
         "device": "cpu",
     }
     if drafter is not None or settings.pop("speculate", False):
-        settings["speculative_config"] = SpeculativeConfig(method=method, num_speculative_tokens=k)
+        settings["speculative_config"] = SpeculativeConfig(
+            method=method, num_speculative_tokens=k, draft_confidence=draft_confidence
+        )
     return build_engine(EngineConfig(**(defaults | settings)), model=model or tiny_model(), drafter=drafter)
 
 
