@@ -208,7 +208,10 @@ def test_linear_scaling() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "beta_slow": NAN}}, "beta_slow must be a finite number"),
         ({"rope_parameters": {"rope_type": "yarn", "attention_factor": 0}}, "attention_factor must be a number above"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 0}}, "factor must be a number above 0"),
-        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor must be a number above"),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}},
+            "low_freq_factor must be a number above",
+        ),
         (
             {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
             r"high_freq_factor must be above low_freq_factor \(4\), got 4\.0",

@@ -47,7 +47,7 @@ class Recorder(Drafter):
             tokens = row.request.tokens.tolist()
             assert len(tokens) == row.v + 1
             # Fewer only where unlikely drafts are left out.
-            assert len(drafts) == row.k or self.cut and len(drafts) < row.k
+            assert len(drafts) == row.k or (self.cut and len(drafts) < row.k)
             self.proposals.append(Proposal(tokens, row.k, drafts))
             handed.append(drafts if self._hand_in is None else self._hand_in(tokens, drafts))
         return handed
