@@ -27,7 +27,7 @@ FAMILIES = (*WITH_MODULES, "gemma3, one in six", "gpt_oss")
 CHUNK_TOKENS = 16
 K = 4
 LIKELY = {"draft model": 0.004, "eagle3": 0.03, "dflash, sliding": 0.004, "mtp": 0.004}
-"""Random drafters are not sure of much: some drafts together are likelier than this, some are not. Look-up says nothing."""
+"""Random drafters are not sure of much: some drafts together are likelier than this. Look-up is never asked."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 Make = Callable[..., Engine]
