@@ -99,7 +99,8 @@ class EngineConfig:
     it ends: dense, for every place where a hit may end; tail, for ends of prompts and texts and for prefixes that turn
     out to be shared; or a number, for every so many tokens, and ends. Without such layers all is kept anyway."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for KV; None: 2 GiB, or less where the machine has less, on a CPU; by gpu_memory_utilization on a GPU."""
+    """Memory for KV, which the prefix cache fills as texts end; None: 2 GiB, or less where the machine has less, on a
+    CPU; by gpu_memory_utilization on a GPU; and no more than 64 texts of the longest length need, or max_num_seqs."""
     gpu_memory_utilization: float = 0.9
     speculative_config: SpeculativeConfig | None = None
     sanitizer: str = "off"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 from tests.engine.tiny import tiny_engine, tiny_model, tiny_spec
 
+from outrider.api.llm import LLM
+from outrider.engine.build import CACHED_TEXTS
 from outrider.engine.memory import arena_pages, kept_tokens, longest_text, sized, tokens_held, total_bytes, unsized
 from outrider.errors import ConfigError
 from outrider.kv import Full, GroupSpec, KVConfig, KVLayout, Sliding
@@ -42,7 +45,7 @@ def test_the_budget_is_used_and_the_longest_text_runs(retention: str, draft_wind
     config = config_of(layout, retention=Retention.of(retention))
     for budget in (24 * MIB, 100 * MIB, 1000 * MIB):
         assert longest_text(layout, config, k=4, budget_bytes=budget) == 8192
-        done = sized(layout, config, k=4, budget_bytes=budget, most_tokens=1 << 30)
+        done = sized(layout, config, k=4, budget_bytes=budget, most_tokens=None)
         used = total_bytes(layout, done.arena_pages)
         assert budget - sum(layout.arena_page_bytes) <= used + sum(layout.arena_page_bytes)
         assert used <= budget
@@ -61,7 +64,8 @@ def test_a_budget_that_is_too_small_gives_the_longest_text_that_runs() -> None:
         longest_text(layout, config, k=4, budget_bytes=1000)
 
 
-def test_no_more_is_taken_than_all_requests_could_use() -> None:
+def test_no_more_is_taken_than_the_texts_that_are_to_be_held_could_use() -> None:
+    """How many these are is not only a matter of requests: with prefix caching those that ended count too."""
     layout = layout_of()
     config = config_of(layout)
     least = tuple(count + 1 for count in worst_case_pages(layout, config, 8192, 4, draft=True))
@@ -97,6 +101,45 @@ def test_pages_while_decoding_are_what_a_sequence_holds() -> None:
 
 
 @pytest.mark.parametrize("retention", ["dense", "tail", 64])
+@pytest.mark.parametrize("windows", [(33, 33), (33, 33, 33, 33, 33, None), (None, 33)])
+def test_a_cache_holds_texts_that_ended_however_few_run_at_once(
+    windows: tuple[int | None, ...], retention: str | int
+) -> None:
+    engine = tiny_engine(tiny_model(tiny_spec(windows=windows)), block_size=4, kv_retention=retention, max_num_seqs=1)
+    llm, rng = LLM.over(engine), Random(4)
+    conversations = [[rng.randrange(256) for _ in range(60)] for _ in range(8)]
+    alignment = engine.scheduler.kv.layout.alignment
+    for turn in range(3):
+        for known in conversations:
+            answer = llm.generate(known, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+            if turn:
+                # Of the last token that was written there is no KV, and three more are new.
+                assert answer.metrics.cached_tokens >= (len(known) - 4) // alignment * alignment
+            known += [*answer.outputs[0].token_ids, 7, 8, 9]
+
+
+def test_memory_that_was_named_is_the_caches() -> None:
+    for named in (MIB, 5 * MIB):
+        engine = tiny_engine(max_num_seqs=1, kv_cache_memory_bytes=named)
+        taken = engine.runner.store.total_bytes
+        assert named - engine.scheduler.kv.layout.arena_page_bytes[0] < taken <= named
+    without = tiny_engine(max_num_seqs=1, kv_cache_memory_bytes=5 * MIB, enable_prefix_caching=False)
+    assert 256 <= tokens_held(without.scheduler.kv.layout, without.scheduler.kv.config) < 512
+
+
+@pytest.mark.parametrize(("at_once", "texts"), [(1, CACHED_TEXTS), (2 * CACHED_TEXTS, 2 * CACHED_TEXTS)])
+def test_of_memory_that_nobody_named_no_more_is_taken_than_serves(at_once: int, texts: int) -> None:
+    engine = tiny_engine(max_num_seqs=at_once, max_num_batched_tokens=256, kv_cache_memory_bytes=None)
+    held = tokens_held(engine.scheduler.kv.layout, engine.scheduler.kv.config)
+    assert texts * 256 <= held < texts * 512
+
+
+def test_more_memory_than_the_machine_has_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes \(1,.* is more than this machine has .* lower it"):
+        tiny_engine(kv_cache_memory_bytes=1 << 50)
+
+
+@pytest.mark.parametrize("retention", ["dense", "tail", 64])
 @pytest.mark.parametrize("speculate", [False, True])
 def test_a_decoding_request_holds_a_window_and_not_its_text(retention: str | int, speculate: bool) -> None:
     model = tiny_model(tiny_spec(windows=(16, 16, 16, 16, 16, None)))
@@ -121,6 +164,11 @@ def test_the_policy_is_a_setting() -> None:
     for wrong in ("sparse", "", "١٢", 0, -1, True, [], {}, 1.5):
         with pytest.raises(ConfigError, match="kv_retention must be dense, tail, or an interval in tokens"):
             tiny_engine(kv_retention=wrong)
+    for endless in (10**30, "9" * 30, (1 << 32) + 1):
+        with pytest.raises(ConfigError, match=r"kv_retention: an interval of more than .* use tail"):
+            tiny_engine(kv_retention=endless)
+    with pytest.raises(ConfigError, match="kv_retention must be"):
+        tiny_engine(kv_retention="9" * 5000)
     engine = tiny_engine(tiny_model(tiny_spec(windows=(8, None))), kv_retention="tail")
     assert engine.scheduler.kv.config.retention == Retention.of("tail")
 

@@ -92,6 +92,7 @@ def tiny_engine(
     drafter: Drafter | None = None,
     k: int = 4,
     method: str = "ngram",
+    draft_confidence: float | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine over a tiny model with the sanitizer on; `drafter` or `method` with k > 0 turns speculation on."""
@@ -99,14 +100,16 @@ def tiny_engine(
         "max_model_len": 256,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 1 << 23,
+        "kv_cache_memory_bytes": 1 << 22,
         "sanitizer": "raise",
         "sanitizer_level": "bytes",
         "ops": "torch",
         "device": "cpu",
     }
     if drafter is not None or settings.pop("speculate", False):
-        settings["speculative_config"] = SpeculativeConfig(method=method, num_speculative_tokens=k)
+        settings["speculative_config"] = SpeculativeConfig(
+            method=method, num_speculative_tokens=k, draft_confidence=draft_confidence
+        )
     return build_engine(EngineConfig(**(defaults | settings)), model=model or tiny_model(), drafter=drafter)
 
 

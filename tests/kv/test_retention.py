@@ -236,6 +236,25 @@ def test_ends_alone_are_kept_of_a_long_text(window: int) -> None:
     hand.kv.check_integrity()
 
 
+@pytest.mark.parametrize("generated", [1, 5])
+def test_an_end_is_kept_of_what_arrived_and_not_of_the_page_that_arrived_in_part(generated: int) -> None:
+    """A peer sends what lies under the window, from the middle of a page on."""
+    hand, watch = mixed(20, drafter("none"), "tail")
+    sequence = hand.open(ids(65), total=100)
+    loads = hand.kv.admit(sequence, remote={g: Interval(0, 64) for g in (0, 1)}).loads
+    hand.settle()
+    for load in loads:
+        hand.kv.import_interval(sequence, load)
+    assert hand.kv.finish_loading(sequence) == 64
+    assert sequence.groups[1].low == 64 - 20 + 1 - 2 == 43
+    hand.decode(sequence, ids(generated, seed=2))
+    hand.kv.close(sequence)
+    # Positions 40 to 42 are in page 5 and nowhere.
+    assert set(watch.numbers(sequence, 1)) == {6, 7}
+    hand.settle()
+    hand.kv.check_integrity()
+
+
 def test_a_sequence_that_fails_leaves_no_end() -> None:
     hand, watch = mixed(8, drafter("none"), "tail")
     sequence = hand.prefill(ids(100))

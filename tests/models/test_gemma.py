@@ -102,6 +102,9 @@ def test_gemma_2_alternates_and_caps() -> None:
         ({"sliding_window": None}, ("sliding_window", "whole number")),
         ({"sliding_window_pattern": 0}, ("sliding_window_pattern", "at least 1")),
         ({"query_pre_attn_scalar": 0}, ("query_pre_attn_scalar", "above 0")),
+        ({"query_pre_attn_scalar": float("nan")}, ("query_pre_attn_scalar", "finite number")),
+        ({"sliding_window": 0}, ("sliding_window", "at least 1")),
+        ({"final_logit_softcapping": 0}, ("final_logit_softcapping", "above 0", "null")),
         ({"hidden_activation": "relu"}, ("hidden_activation", "'relu'", "gelu_pytorch_tanh")),
         ({"rope_parameters": {"rope_theta": 5.0}}, ("rope_parameters", "full_attention and sliding_attention")),
         ({"rope_parameters": "linear"}, ("rope_parameters", "dictionary")),
@@ -115,10 +118,18 @@ def test_what_cannot_be_run_is_refused_by_name(fields: dict[str, Any], words: tu
     assert all(word in str(caught.value) for word in (*words, "config.json"))
 
 
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping"])
+@pytest.mark.parametrize("cap", [0, 0.0, -50.0, float("nan"), float("inf"), "50"])
+def test_a_cap_that_is_none_is_refused(name: str, cap: Any) -> None:
+    """PyTorch would divide by 0 and the compiled kernels would not cap: whoever wants no cap says null."""
+    with pytest.raises(ModelError, match=rf"config\.json: {name} must be a (finite )?number.*, got"):
+        spec_of("Gemma2ForCausalLM", **COMMON, **{name: cap})
+
+
 # --- beside images ----------------------------------------------------------------------------------
 
 
-def beside_images(directory: Path) -> tuple[Any, Any]:
+def beside_images(directory: Path, **fields: Any) -> tuple[Any, Any]:
     """A model that also sees, saved; and its text part."""
     text = tiny_model("gemma3")
     vision = {
@@ -130,7 +141,11 @@ def beside_images(directory: Path) -> tuple[Any, Any]:
         "patch_size": 8,
     }
     config = transformers.Gemma3Config(
-        text_config=configuration("gemma3"), vision_config=vision, mm_tokens_per_image=4, image_token_index=63
+        text_config=configuration("gemma3"),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=63,
+        **fields,
     )
     whole = transformers.Gemma3ForConditionalGeneration(config).eval()
     whole.model.language_model.load_state_dict(text.model.state_dict())
@@ -158,6 +173,28 @@ def test_the_text_part_of_a_model_that_sees(prefix: str | None, tmp_path: Path) 
     loaded = load_model(str(tmp_path), dtype=torch.float32)
     assert loaded.spec == load_model(str(save(text, tmp_path / "text")), dtype=torch.float32).spec
     check_parameters(loaded.parameters, text)
+
+
+@pytest.mark.parametrize(
+    ("above", "inside", "tied"),
+    [(False, True, False), (True, False, True), (None, False, False), (None, None, True), (False, None, False)],
+)
+def test_whether_the_head_is_tied_is_said_for_the_whole_model(
+    above: bool | None, inside: bool | None, tied: bool
+) -> None:
+    """Transformers ties the head of the model that also sees by the outer field; the text's own counts without it."""
+    text = COMMON | ({} if inside is None else {"tie_word_embeddings": inside})
+    outer = {} if above is None else {"tie_word_embeddings": above}
+    assert spec_of("Gemma3ForConditionalGeneration", text_config=text, **outer).tied_head == tied
+
+
+def test_a_head_of_its_own_beside_images_is_loaded(tmp_path: Path) -> None:
+    whole, _ = beside_images(tmp_path / "tied", tie_word_embeddings=False)
+    with torch.no_grad():
+        whole.lm_head.weight += 1
+    save(whole, tmp_path)
+    loaded = load_model(str(tmp_path), dtype=torch.float32)
+    assert torch.equal(loaded.parameters.head.weight, whole.lm_head.weight)
 
 
 def test_tensors_that_are_nobodys_are_refused_beside_images_too(tmp_path: Path) -> None:

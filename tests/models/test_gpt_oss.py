@@ -47,6 +47,14 @@ def test_what_a_configuration_leaves_out_means_what_transformers_takes_it_for(fi
     assert spec_of(**fields) == spec_of(**config)
 
 
+def test_the_window_where_nothing_is_said() -> None:
+    fields = {name: value for name, value in (COMMON | GPT_OSS).items() if name != "sliding_window"}
+    config = fields | {"architectures": ["GptOssForCausalLM"]}
+    spec = recipe_for(config, "config.json").spec(config, "config.json")
+    meant = transformers.GptOssConfig(**fields)
+    assert [layer.window for layer in spec.layers] == [meant.sliding_window, None] * 2 == [128, None] * 2
+
+
 def test_yarn_is_meant_where_nothing_is_said() -> None:
     rope = spec_of().layers[0].rope
     assert (rope.scaling, rope.theta, rope.factor, rope.truncate) == (RopeScaling.YARN, 150_000.0, 32.0, False)

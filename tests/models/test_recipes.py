@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from outrider.errors import ModelError
 from outrider.models.recipes import recipe_for, recipe_for_gguf
 from outrider.models.spec import Activation, DecoderSpec, RopeScaling
 
+NAN = float("nan")
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -122,7 +124,8 @@ def test_layer_types_decide_where_they_are_given() -> None:
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, ("chunked_attention",)),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, ("sliding_window",)),
         ({"layer_types": "full_attention"}, ("layer_types", "list of strings")),
-        ({"sliding_window": 0}, ("window", "at least 1")),
+        ({"sliding_window": 0}, ("sliding_window", "at least 1", "null", "got 0")),
+        ({"sliding_window": -8}, ("sliding_window", "at least 1", "got -8")),
     ],
 )
 def test_windows_that_contradict_themselves_are_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -194,11 +197,40 @@ def test_linear_scaling() -> None:
         ({"rope_theta": -5.0}, "rope_theta must be a number above 1"),
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a number above 0, got 0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, r"factor must be a number above 0, got -2\.0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, "factor must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -4.0}}, "factor must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": NAN}}, "factor must be a finite number, got nan"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": math.inf}}, "factor must be a finite number, got inf"),
+        ({"rope_parameters": {"rope_type": "yarn", "beta_fast": -1.0}}, "beta_fast must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "beta_slow": NAN}}, "beta_slow must be a finite number"),
+        ({"rope_parameters": {"rope_type": "yarn", "attention_factor": 0}}, "attention_factor must be a number above"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 0}}, "factor must be a number above 0"),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}},
+            "low_freq_factor must be a number above",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
+            r"high_freq_factor must be above low_freq_factor \(4\), got 4\.0",
+        ),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 0.5}}, "must be above low_freq_factor"),
+        ({"partial_rotary_factor": NAN}, "partial_rotary_factor must be a finite number"),
+        ({"partial_rotary_factor": -0.5}, "partial_rotary_factor must be a number above 0"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor must be at most 1"),
     ],
 )
 def test_rotary_parameters_that_mean_nothing_are_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ModelError, match=reason):
+    with pytest.raises(ModelError, match=rf"config\.json.*{reason}"):
         spec_of("Llama", **fields)
+
+
+@pytest.mark.parametrize("wrong", [0, -1e-6, NAN, math.inf, "small", True])
+def test_norms_need_something_to_add(wrong: Any) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: rms_norm_eps must be a (finite )?number"):
+        spec_of("Llama", rms_norm_eps=wrong)
 
 
 YARN: dict[str, dict[str, Any]] = {

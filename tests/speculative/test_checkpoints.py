@@ -176,6 +176,13 @@ REFUSED: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "another network": ("full", at_top(architectures=["DFlash2DraftModel"]), ("DFlash2DraftModel", "DFlashDraftModel")),
     "sinks": ("full", inside("dflash_config", use_swa=True), ("use_swa is not supported",)),
     "a window without a width": ("sliding", at_top(sliding_window=None), ("sliding_window",)),
+    "a window of nothing": ("sliding", at_top(sliding_window=0), ("sliding_window must be at least 1", "got 0")),
+    "a cap below 0": (
+        "full",
+        inside("dflash_config", final_logit_softcapping=-1.0),
+        ("final_logit_softcapping must be a number above 0", "got -1.0"),
+    ),
+    "norms that subtract": ("full", at_top(rms_norm_eps=-1e-6), ("rms_norm_eps must be a number above 0",)),
     "strange layers": ("full", at_top(layer_types=["linear", "linear"]), ("linear", "full_attention")),
     "speculators, embeddings as layer 0": (
         "speculators",

@@ -30,6 +30,8 @@ from outrider.speculative.registry import DrafterSettings, load_drafter
 CPU_CONFIDENCE = 0.15
 """On a CPU a row more takes a tenth of a step to verify: below this chance to count, it costs more than it brings.
 A GPU verifies a few rows more at no cost."""
+CACHED_TEXTS = 64
+"""Of memory that nobody named, room is taken for this many texts of the longest length, running or cached."""
 PAGE_LAYOUT = "layer, key or value, head, slot"
 """The order of a page's dimensions. Page sizes are not part of it: peers may differ in them."""
 
@@ -200,6 +202,16 @@ def _kv_config(
                 f"({config.max_model_len}); raise kv_cache_memory_bytes or lower max_model_len"
             )
         kv_config = replace(kv_config, max_model_len=longest)
-    # Each request may hold a partly used page and copies at its ends.
-    most_tokens = config.max_num_seqs * (longest + 4 * layout.alignment)
+    most_tokens = _most_tokens(config, longest, layout)
     return sized(layout, kv_config, k=k, budget_bytes=budget, most_tokens=most_tokens)
+
+
+def _most_tokens(config: EngineConfig, longest: int, layout: KVLayout) -> int | None:
+    """Tokens of texts beyond which memory would serve nothing; None: there is no such number."""
+    texts = config.max_num_seqs
+    if config.enable_prefix_caching:
+        if config.kv_cache_memory_bytes is not None:
+            return None
+        texts = max(texts, CACHED_TEXTS)
+    # Each request may hold a partly used page and copies at its ends.
+    return texts * (longest + 4 * layout.alignment)

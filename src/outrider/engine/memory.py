@@ -28,12 +28,24 @@ USUAL_TEXT_TOKENS = 4096
 def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
     """Memory for KV, after the weights are loaded."""
     if config.kv_cache_memory_bytes is not None:
+        _check_the_machine_has(config.kv_cache_memory_bytes, device)
         return config.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(DEFAULT_CPU_BYTES, int(free * SHARE_OF_FREE_MEMORY))
+
+
+def _check_the_machine_has(budget_bytes: int, device: torch.device) -> None:
+    """Memory of a CPU is handed out when it is first written: too much of it would be missed only then."""
+    if device.type == "cpu":
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if budget_bytes > machine_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes ({budget_bytes:,}) is more than this machine has ({machine_bytes:,} bytes); "
+                "lower it"
+            )
 
 
 def total_bytes(layout: KVLayout, pages: tuple[int, ...]) -> int:
@@ -85,9 +97,12 @@ def longest_text(layout: KVLayout, config: KVConfig, *, k: int, budget_bytes: in
     return longest
 
 
-def sized(layout: KVLayout, config: KVConfig, *, k: int, budget_bytes: int, most_tokens: int) -> KVConfig:
+def sized(layout: KVLayout, config: KVConfig, *, k: int, budget_bytes: int, most_tokens: int | None) -> KVConfig:
     """The configuration with as many pages as the budget allows, at most those of `most_tokens` tokens of texts."""
     least = least_pages(layout, config, config.max_model_len, k)
+    if most_tokens is None:
+        # A byte holds no more: a group holds at least one token, of at least one byte, of each usual text.
+        most_tokens = budget_bytes * USUAL_TEXT_TOKENS
 
     def too_many(tokens: int) -> bool:
         return total_bytes(layout, arena_pages(layout, config, tokens=tokens, least=least)) > budget_bytes

@@ -16,6 +16,7 @@ The mask holds no state of a sequence: its ends are passed in as `marks`.
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from outrider.kv.checked import whole_number
 if TYPE_CHECKING:
     from outrider.kv.layout import KVLayout
 
+MOST_EVERY = 1 << 32
+"""Longer than any text."""
 Marks = tuple[int, ...]
 """Boundaries of one sequence that its policy would not keep by itself, in order."""
 
@@ -42,6 +45,11 @@ class Retention:
     def __post_init__(self) -> None:
         if self.every is not None:
             whole_number(self.every, "the interval of a retention policy, in tokens,", at_least=1)
+            if self.every > MOST_EVERY:
+                raise ConfigError(
+                    f"kv_retention: an interval of more than {MOST_EVERY:,} tokens is longer than any text; use tail "
+                    "to keep ends alone"
+                )
 
     @classmethod
     def of(cls, given: object) -> Retention:
@@ -50,12 +58,12 @@ class Retention:
             return given
         if isinstance(given, str) and given in NAMED:
             return NAMED[given]
-        if isinstance(given, str) and given.isascii() and given.isdecimal():
+        if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 100:
             given = int(given)
         if isinstance(given, int) and not isinstance(given, bool) and given > 0:
             return cls(every=given)
         raise ConfigError(
-            f"kv_retention must be {', '.join(NAMED)}, or an interval in tokens such as 1024; got {given!r}"
+            f"kv_retention must be {', '.join(NAMED)}, or an interval in tokens such as 1024; got {reprlib.repr(given)}"
         )
 
     @property

@@ -149,6 +149,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         needs=_needs("ends"),
     ),
     Mutation(
+        name="end_kept_with_slots_that_never_arrived",
+        invariant="I2",
+        story="a text that came from a peer ends, and a page of which only the back was sent is kept for its end",
+        where="outrider.kv.progress:Progress.publish_end",
+        change=patches.keep_ends_whole,
+        needs=_needs("ends", "loads"),
+    ),
+    Mutation(
         name="pages_behind_the_window_kept",
         invariant="I5",
         story="generation moves on, and the pages behind its windows are never given back",

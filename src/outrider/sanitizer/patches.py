@@ -268,6 +268,19 @@ def free_under_the_end(original: Any) -> Any:
     return held_from
 
 
+def keep_ends_whole(original: Any) -> Any:
+    def publish_end(self: Any, sequence: Any) -> None:
+        states = [sequence.groups[group] for group in self.layout.target_groups]
+        lows = [state.low for state in states]
+        for state in states:
+            state.low = 0
+        original(self, sequence)
+        for state, low in zip(states, lows, strict=True):
+            state.low = low
+
+    return publish_end
+
+
 def free_under_tap_rows(original: Any) -> Any:
     def start_at(self: Any, sequence: Any, end: int) -> None:
         sequence.committed = end

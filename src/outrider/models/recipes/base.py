@@ -64,7 +64,7 @@ def common_fields(config: ConfigReader, *, kv_heads: int | None = None, head_dim
         "kv_heads": config.integer("num_key_value_heads", kv_heads or heads),
         "head_dim": config.integer("head_dim", head_dim or hidden // heads),
         "max_position": config.integer("max_position_embeddings"),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
         "activation": config.activation(),
         "tied_head": config.flag("tie_word_embeddings", False),
     }
@@ -116,7 +116,14 @@ def optional_window(config: ConfigReader, default: int = 4096) -> int | None:
     """The window, were it in use. Here null means none, and a missing field what Hugging Face takes it for."""
     if "sliding_window" in config.fields and not config.has("sliding_window"):
         return None
-    return config.integer("sliding_window", default)
+    return window_of(config, default)
+
+
+def window_of(config: ConfigReader, default: int | None = None) -> int:
+    window = config.integer("sliding_window", default)
+    if window < 1:
+        raise config.wrong("sliding_window", "at least 1, or null where layers read everything")
+    return window
 
 
 def periodic_windows(config: ConfigReader, *, window: int | None, period: int) -> Callable[[int], int | None]:

@@ -9,6 +9,8 @@ from typing import Any
 from outrider.errors import ModelError
 from outrider.models.spec import Activation
 
+LARGEST = 1e300
+"""No field of a model comes near it: what is larger is damage."""
 ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
@@ -29,15 +31,29 @@ class ConfigReader:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, "a number")
+        # Python's reader of JSON takes NaN and Infinity for numbers, and whole numbers that no float can hold.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+            raise self.wrong(name, "a finite number")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.wrong(name, "a number above 0")
+        return value
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
         """Where null means none, and a missing field the default."""
         if name not in self.fields:
             return default
         return None if self.fields[name] is None else self.number(name)
+
+    def soft_cap(self, name: str, default: float | None = None) -> float | None:
+        """As optional_number."""
+        value = self.optional_number(name, default)
+        if value is not None and value <= 0:
+            raise self.wrong(name, "a number above 0, or null where nothing is capped")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)

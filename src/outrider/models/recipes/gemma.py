@@ -47,8 +47,8 @@ def _gemma2(config: ConfigReader) -> DecoderSpec:
     return DecoderSpec(
         family="gemma2",
         layers=make_layers(config, head_dim=fields["head_dim"], window=window),
-        attention_softcap=config.optional_number("attn_logit_softcapping", 50.0),
-        logit_softcap=config.optional_number("final_logit_softcapping", 30.0),
+        attention_softcap=config.soft_cap("attn_logit_softcapping", 50.0),
+        logit_softcap=config.soft_cap("final_logit_softcapping", 30.0),
         **fields,
     )
 
@@ -71,7 +71,7 @@ def _gemma3(config: ConfigReader) -> DecoderSpec:
             config, head_dim=fields["head_dim"], window=window, rope=_rope_by_kind(config, fields["head_dim"])
         ),
         qk_norm=True,
-        logit_softcap=config.optional_number("final_logit_softcapping"),
+        logit_softcap=config.soft_cap("final_logit_softcapping"),
         **fields,
     )
 
@@ -88,9 +88,7 @@ def _gemma3_beside_images(config: ConfigReader) -> DecoderSpec:
 def _fields(config: ConfigReader) -> dict[str, Any]:
     if config.flag("use_bidirectional_attention", False):
         raise ModelError(f"{config.source}: use_bidirectional_attention is not supported: such models write no text")
-    scalar = config.number("query_pre_attn_scalar")
-    if scalar <= 0:
-        raise config.wrong("query_pre_attn_scalar", "above 0")
+    scalar = config.positive("query_pre_attn_scalar")
     fields = common_fields(config)
     bias = config.flag("attention_bias", False)
     return fields | {

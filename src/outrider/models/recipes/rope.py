@@ -42,9 +42,12 @@ def rope_from(config: ConfigReader, fields: Mapping[str, Any], *, head_dim: int,
         raise ModelError(
             f"{config.source}: rotary scaling {kind!r} is not supported; supported: {', '.join(sorted(KINDS))}"
         )
-    rotary_dim = int(head_dim * reader.number("partial_rotary_factor", 1.0))
+    share = reader.positive("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise reader.wrong("partial_rotary_factor", "at most 1, which is the whole head")
+    rotary_dim = int(head_dim * share)
     base = reader.number("rope_theta", theta)
-    if not 1 < base < math.inf:
+    if base <= 1:
         raise reader.wrong("rope_theta", "a number above 1")
     values: dict[str, Any] = {"theta": base, "rotary_dim": rotary_dim}
     scaling = KINDS[kind]
@@ -68,21 +71,28 @@ def _fields(config: ConfigReader, layer_kind: str) -> dict[str, Any]:
 def _scaled(scaling: RopeScaling, reader: ConfigReader, config: ConfigReader) -> dict[str, Any]:
     values: dict[str, Any] = {"scaling": scaling}
     if scaling is RopeScaling.LINEAR:
-        return values | {"factor": reader.number("factor")}
+        return values | {"factor": reader.positive("factor")}
     original = _original_max_position(reader, config)
     values["original_max_position"] = original
     if scaling is RopeScaling.LLAMA3:
-        low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
-        return values | {"factor": reader.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
-    factor = reader.number("factor", config.integer("max_position_embeddings") / original)
+        low, high = reader.positive("low_freq_factor"), reader.positive("high_freq_factor")
+        if high <= low:
+            # Between the two frequencies are blended: there must be something between them.
+            raise reader.wrong("high_freq_factor", f"above low_freq_factor ({low:g})")
+        return values | {"factor": reader.positive("factor"), "low_freq_factor": low, "high_freq_factor": high}
+    factor = reader.positive("factor", config.integer("max_position_embeddings") / original)
     return values | {
         "factor": factor,
-        # 0 means the usual value, as in Hugging Face's own reading.
-        "beta_fast": reader.number("beta_fast", 32.0) or 32.0,
-        "beta_slow": reader.number("beta_slow", 1.0) or 1.0,
+        "beta_fast": _beta(reader, "beta_fast", 32.0),
+        "beta_slow": _beta(reader, "beta_slow", 1.0),
         "attention_factor": _attention_factor(reader, factor),
         "truncate": reader.flag("truncate", True),
     }
+
+
+def _beta(reader: ConfigReader, name: str, usual: float) -> float:
+    # 0 means the usual value, as in Hugging Face's own reading.
+    return usual if reader.number(name, usual) == 0 else reader.positive(name, usual)
 
 
 def _original_max_position(reader: ConfigReader, config: ConfigReader) -> int:
@@ -97,7 +107,7 @@ def _original_max_position(reader: ConfigReader, config: ConfigReader) -> int:
 
 def _attention_factor(reader: ConfigReader, factor: float) -> float:
     if reader.has("attention_factor"):
-        return reader.number("attention_factor")
+        return reader.positive("attention_factor")
 
     def recommended(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -86,8 +86,11 @@ def _z_lab(files: DrafterFiles, settings: DrafterSettings) -> DFlashSpec:
     scale = _number(config, fields, "input_embedding_scale", 1.0)
     if _number(config, fields, "output_multiplier", 1.0) != 1.0:
         raise ModelError(f"{config.source}: output_multiplier is not supported")
-    softcap = _number(config, fields, "final_logit_softcapping", 0.0)
-    body = _body(config, embedding_scale=scale, logit_softcap=softcap or None)
+    # 0 means none here.
+    softcap = None
+    if _number(config, fields, "final_logit_softcapping", 0.0):
+        softcap = _which(config, fields, "final_logit_softcapping").soft_cap("final_logit_softcapping")
+    body = _body(config, embedding_scale=scale, logit_softcap=softcap)
     return _spec(
         files,
         settings,
@@ -185,7 +188,11 @@ def _body(config: ConfigReader, *, embedding_scale: float = 1.0, logit_softcap: 
 
 
 def _number(config: ConfigReader, fields: ConfigReader, name: str, default: float) -> float:
-    return (fields if fields.has(name) else config).number(name, default)
+    return _which(config, fields, name).number(name, default)
+
+
+def _which(config: ConfigReader, fields: ConfigReader, name: str) -> ConfigReader:
+    return fields if fields.has(name) else config
 
 
 def _load(opened: OpenedDrafter, spec: DFlashSpec, settings: DrafterSettings) -> DFlash:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
 from outrider.models.parameters import Linear, Matrix
-from outrider.models.recipes.base import optional_window, windows_by_layer_type
+from outrider.models.recipes.base import optional_window, window_of, windows_by_layer_type
 from outrider.models.recipes.config import ConfigReader
 from outrider.models.recipes.layout import Layout, whole
 from outrider.models.spec import DecoderSpec
@@ -125,7 +125,7 @@ def windows(config: ConfigReader) -> Callable[[int], int | None]:
     types = config.text_list("layer_types")
     if types is not None:
         # Files that say which layers have a window do not all say that windows are in use.
-        window = config.integer("sliding_window") if "sliding_attention" in types else None
+        window = window_of(config) if "sliding_attention" in types else None
         return windows_by_layer_type(config, window, default=lambda _: False)
     if not config.flag("use_sliding_window", False):
         return lambda _: None
