@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,9 @@ from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
 from outrider.kv.prefix import CacheIdentity
 from outrider.kv.retention import Retention
+from outrider.layers.ops import Ops
 from outrider.layers.select import select_ops
+from outrider.layers.torch_threads import torch_threads
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
@@ -68,8 +71,22 @@ def build_engine(
 ) -> Engine:
     """Load what `config` names. A model or a drafter that is loaded already may be passed instead."""
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
     ops = select_ops(config.ops, device=device, threads=config.num_threads, progress=progress)
+    # Tensors are copied one by one: PyTorch's threads would spend three times as long waiting for each other.
+    with torch_threads(1) if ops.own_threads else nullcontext():
+        return _build(config, ops, device, model=model, drafter=drafter, progress=progress)
+
+
+def _build(
+    config: EngineConfig,
+    ops: Ops,
+    device: torch.device,
+    *,
+    model: LoadedModel | None,
+    drafter: Drafter | None,
+    progress: Progress | None,
+) -> Engine:
+    dtype = resolve_dtype(config.dtype, device)
     # Stored numbers are widened to float32: whoever asks for another type gets weights of that type.
     as_stored = ops.reads_stored and dtype == torch.float32 and not config.expand_weights
     if model is None:

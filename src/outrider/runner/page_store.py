@@ -20,6 +20,7 @@ from outrider.kv.layout import KVLayout
 from outrider.kv.plan import PageCopy
 from outrider.layers.attention import PagedKV
 from outrider.models.kv_groups import LayerGroups
+from outrider.models.weights.memory import zeros
 
 
 class PageStore:
@@ -35,7 +36,7 @@ class PageStore:
         """`owners`: the target, then the drafter if it has groups, in the layout's order."""
         # Zeros, not garbage: what a padded row reads from the sink is masked, but NaN times nothing is NaN.
         self._arenas = [
-            torch.zeros(pages, page_bytes // dtype.itemsize, dtype=dtype, device=device)
+            zeros((pages, page_bytes // dtype.itemsize), dtype, device)
             for pages, page_bytes in zip(arena_pages, layout.arena_page_bytes, strict=True)
         ]
         self._layout = layout
