@@ -18,10 +18,10 @@ from enum import Enum
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError, ModelError, OutriderError
+from outrider.server.front.channel import Channel
 from outrider.server.front.problems import Problem, engine_died, engine_hung, unavailable
 from outrider.server.front.streams import OpenRequests
 from outrider.server.front.watchdog import Watchdog
@@ -92,8 +92,8 @@ class Supervisor:
         self._on_loading = on_loading
         # 0700: nobody else on this machine may speak to the engine.
         self._directory = tempfile.mkdtemp(prefix="outrider-")
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel: Channel | None = None
         self._calls: dict[int, asyncio.Future[CacheWasReset | Pages]] = {}
         self._call_number = 0
         self._process: Process | None = None
@@ -110,10 +110,8 @@ class Supervisor:
         self._send(message)
 
     def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
-        # Without a limit on the queue it is sent at once, or not at all: then the process has ended, which shows.
-        sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
-        sent.add_done_callback(lambda done: done.cancelled() or done.exception())
+        assert self._channel is not None
+        self._channel.send(encode(message))
 
     async def reset_cache(self) -> None:
         await self._call(lambda call: ResetCache(call=call))
@@ -183,10 +181,7 @@ class Supervisor:
     async def _run_one(self, number: int) -> tuple[OutriderError, bool]:
         """Returns when the process has ended: why, and whether it had been ready."""
         endpoint = f"ipc://{self._directory}/engine-{number}"
-        socket = self._context.socket(zmq.PAIR)
-        socket.set_hwm(0)
-        socket.bind(endpoint)
-        self._socket = socket
+        channel = self._channel = Channel(self._context, endpoint, lambda frame: self._take(decode_to_front(frame)))
         setup = Setup(endpoint=endpoint, engine=self._config, grammar_compile_limit_s=self._grammar_compile_limit_s)
         # A session of its own: Ctrl-C in a terminal is for the front end. Its input stays open as long as we live.
         process = self._process = await asyncio.create_subprocess_exec(
@@ -195,10 +190,9 @@ class Supervisor:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
         self.pid = process.pid
-        reader = asyncio.create_task(self._read(socket))
         waiter = asyncio.create_task(process.wait())
         watcher = asyncio.create_task(self._watch())
-        await asyncio.wait((reader, waiter, watcher), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((channel.failed, waiter, watcher), return_when=asyncio.FIRST_COMPLETED)
         was_ready = self.state is State.READY
         if not self._is_stopped:
             self.state = State.STARTING
@@ -207,19 +201,18 @@ class Supervisor:
             # At once: even a kill may take its time, if a device does not answer.
             self.unresponsive = True
             self._tell_everybody(engine_hung(self._watchdog.allowed_s))
-        if hung or reader.done():
+        if hung or channel.failed.done():
             # What it says cannot be used, or it says that it cannot start, or it says nothing any more.
             with suppress(ProcessLookupError):
                 process.kill()
         else:
             # What it said last may still be on its way.
-            await asyncio.wait((reader,), timeout=LAST_WORDS_S)
+            await asyncio.wait((channel.failed,), timeout=LAST_WORDS_S)
         status = await waiter
-        reader.cancel()
         watcher.cancel()
-        await asyncio.wait((reader, watcher))
-        socket.close(linger=0)
-        problem = None if reader.cancelled() else reader.exception()
+        await asyncio.wait((watcher,))
+        channel.close()
+        problem = None if channel.failed.cancelled() else channel.failed.exception()
         if isinstance(problem, OutriderError):
             return problem, was_ready
         why = f": {problem!r}" if problem else f" after {self._watchdog.allowed_s:g} s without progress" if hung else ""
@@ -230,10 +223,6 @@ class Supervisor:
         # Until there has been an engine, a person waits for it; what it loads may have to be fetched first.
         await asyncio.wait((self.first_ready,))
         await self._watchdog.watch(lambda: self._send(AreYouAlive()))
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._take(decode_to_front(await socket.recv()))
 
     def _take(self, message: ToFront) -> None:
         match message:
