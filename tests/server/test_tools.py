@@ -9,6 +9,8 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 from tests.server.running import RunningServer
 from tests.server.tiny_model import real_text
 
@@ -253,6 +255,8 @@ def test_the_responses_api_gives_calls_as_items() -> None:
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
         "completed",
     ]
+    for event in told:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
     message, call = told[-1]["response"]["output"]
     assert message["content"][0]["text"] == "Let me look."
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"town": "Oslo"}')

@@ -184,6 +184,8 @@ class ResponseWriter:
             "id": self._name,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": False,
             "status": status,
             "model": self._model,
             "output": list(self._output),
@@ -197,7 +199,9 @@ class ResponseWriter:
             "store": False,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": {"format": {"type": "text"}},
+            "top_logprobs": body.top_logprobs,
+            "user": body.user,
+            "text": {"format": _format(body)},
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "truncation": "disabled",
@@ -207,13 +211,19 @@ class ResponseWriter:
             usage = totals.usage()
             response["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                # Nobody is billed for what enters the cache.
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
             response["metrics"] = totals.metrics()
         return response
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = None if body.text is None else body.text.format
+    return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
 
 def _plain(choice: Any) -> Any:
