@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -70,3 +71,27 @@ def test_an_answer_makes_sense_and_says_how_speculation_did(served: RunningServe
     speculation = answer.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
     assert speculation["drafts"] > 0
     assert speculation["acceptance_length"] == pytest.approx(1 + speculation["accepted_tokens"] / speculation["drafts"])
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+def test_the_result_of_a_tool_finds_its_way_into_the_answer(served: RunningServer) -> None:
+    """The model is too small to call by itself, but it reads what a call gave."""
+    client = served.openai()
+    asked: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "tools": [WEATHER], "temperature": 0, "max_tokens": 40}
+    first = client.chat.completions.create(messages=asked, **options).choices[0].message
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"town": "Oslo"}'}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 4, "sky": "rain"}'}
+    messages = [*asked, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    answer = client.chat.completions.create(messages=messages, **options).choices[0].message
+    assert "rain" in (answer.content or "")
+    assert "rain" not in (first.content or "")

@@ -141,3 +141,42 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(options: tuple[str
     done = run_outrider("serve", *options)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_an_engine_that_hangs_is_replaced_and_everybody_is_told(tiny_model_path: Path) -> None:
+    server = RunningServer(tiny_model_path, *TINY, "--served-model-name", "tiny", "--engine-timeout", "3").wait()
+    try:
+        client, engine = server.openai(), server.engine_pid
+        stream = client.completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+        next(stream)
+        os.kill(engine, signal.SIGSTOP)
+        http = server.http()
+        # Nobody is told before the time has come: it may only be slow.
+        assert http.get("/health").status_code == 200
+        with pytest.raises(openai.APIError, match="no progress for 3 s"):
+            list(stream)
+        # It is killed at once; the next one needs a second at least before it can say anything.
+        unhealthy = http.get("/health")
+        assert unhealthy.status_code == 503
+        assert "no progress" in unhealthy.json()["error"]["message"]
+        with pytest.raises(openai.InternalServerError, match="being restarted"):
+            client.completions.create(model="tiny", prompt="Hi", max_tokens=3)
+        wait_until(lambda: http.get("/ready").status_code == 200)
+        assert http.get("/health").status_code == 200
+        assert server.engine_pid != engine
+        assert not Path(f"/proc/{engine}").exists()
+        assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
+        assert "after 3 s without progress" in server.log
+    finally:
+        assert server.stop() == 0
+
+
+def test_an_idle_engine_that_hangs_is_replaced_too(tiny_model_path: Path) -> None:
+    server = RunningServer(tiny_model_path, *TINY, "--engine-timeout", "2").wait()
+    try:
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        wait_until(lambda: server.http().get("/health").status_code == 503)
+        wait_until(lambda: server.http().get("/ready").status_code == 200 and server.engine_pid != engine)
+    finally:
+        assert server.stop() == 0

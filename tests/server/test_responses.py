@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from tests.server.running import RunningServer
 
 OPTIONS: dict[str, Any] = {"model": "tiny", "max_output_tokens": 16, "temperature": 0.8}
@@ -80,16 +83,65 @@ def test_log_probabilities_come_where_they_are_included(client: openai.OpenAI) -
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
 
 
+STRICT = TypeAdapter(ResponseStreamEvent)
+
+
+def test_every_event_has_the_form_that_the_client_declares(tiny: RunningServer) -> None:
+    """The client itself takes anything: what it lacks would show only where somebody reads it."""
+    body = {"input": "Hi", "max_output_tokens": 6, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    tools = [{"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False}]
+    asked = body | {"tools": tools, "instructions": "Be brief.", "user": "somebody", "stream": True}
+    with tiny.http().stream("POST", "/v1/responses", json=asked) as answer:
+        lines = list(answer.iter_lines())
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [line.removeprefix("event: ") for line in lines if line.startswith("event: ")] == [
+        event["type"] for event in told
+    ]
+    for event in told:
+        assert STRICT.validate_python(event).type == event["type"]
+    whole = Response.model_validate(tiny.http().post("/v1/responses", json=body).json())
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + 6
+
+
+def test_what_was_answered_can_be_sent_back(client: openai.OpenAI) -> None:
+    first = client.responses.create(**OPTIONS, input="Hi")
+    more: list[Any] = [{"role": "user", "content": "Hi"}, *first.output, {"role": "user", "content": "And?"}]
+    second = client.responses.create(**OPTIONS, input=more)
+    assert second.usage.input_tokens > first.usage.input_tokens + 16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "nothing is kept between requests, so send everything"),
+        ({"conversation": "conv_1"}, "nothing is kept between requests"),
+        ({"background": True}, "stream it"),
+        ({"truncation": "auto"}, "leave out of the input"),
+        ({"text": {"verbosity": "low"}}, "instructions"),
+        ({"reasoning": {"effort": "high"}}, "leave it out"),
+        ({"top_logprobs": 3}, "needs include"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "no function_call before it"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_with_a_way_out(
+    client: openai.OpenAI, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        client.responses.create(**({**OPTIONS, "input": "Hi"} | change))
+    assert (caught.value.param or "").partition(".")[0] == next(iter(change))
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"previous_response_id": "resp_1"},
-        {"background": True},
-        {"truncation": "auto"},
-        {"reasoning": {"effort": "high"}},
         {"input": []},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": [{"type": "function_call", "call_id": "c"}]},
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        {"instructions": ["a"]},
+        {"include": ["reasoning.encrypted_content"]},
+        {"extra_body": {"stop": "x"}},
         {"tools": [{"type": "web_search"}]},
         {"text": {"format": {"type": "json_object"}}},
     ],

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.server.front.tool_calls import HermesParser, ParsedCall
+from outrider.server.front.tool_calls import ForcedParser, HermesParser, ParsedCall, ToolParser, with_piece
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TWO = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
 LIST = '<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>'
 
 
-def parse(text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
-    parser, shown, calls = HermesParser(), "", []
+def parse(text: str, cuts: list[int], parser: ToolParser | None = None) -> tuple[str, list[ParsedCall]]:
+    parser = parser or HermesParser()
+    shown, calls = "", list[ParsedCall]()
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    for start, stop in pairwise(places):
-        found = parser.feed(text[start:stop])
+    for found in (*(parser.feed(text[start:stop]) for start, stop in pairwise(places)), parser.finish()):
         shown += found.text
-        calls += found.calls
-    found = parser.finish()
-    return shown + found.text, [*calls, *found.calls]
+        for piece in found.calls:
+            calls = with_piece(calls, piece)
+    return shown, calls
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,63 @@ def test_calls_and_text_do_not_depend_on_the_pieces(text: str, shown: str, names
     assert got.strip() == shown
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     assert len({call.id for call in calls}) == len(calls)
+
+
+ESCAPED = '{"name": "f", "arguments": {"text": "a } \\"{ ]", "deep": [{"x": {}}]}}'
+
+
+@given(cuts=st.lists(st.integers(0, 120), max_size=12))
+def test_braces_in_texts_do_not_end_arguments(cuts: list[int]) -> None:
+    _, (first, second) = parse(f"<tool_call>[{ESCAPED}, {ESCAPED}]</tool_call>", cuts)
+    assert first.arguments == second.arguments == json.dumps(json.loads(ESCAPED)["arguments"])
+
+
+def test_a_call_begins_with_its_name_and_arguments_follow_as_they_are_written() -> None:
+    parser = HermesParser()
+    told = [
+        parser.feed(text).calls
+        for text in ('<tool_call>{"na', 'me": "f", "arguments": ', '{"x"', ": 12", "3}}</tool", "_call>")
+    ]
+    assert [[(piece.name, piece.arguments) for piece in pieces] for pieces in told] == [
+        [],
+        [],
+        [("f", ""), (None, '{"x"')],
+        [(None, ": 12")],
+        [(None, "3}")],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        # Cut off by max_tokens, or no JSON at all: clients have to look, as everywhere.
+        ('<tool_call>{"name": "f", "arguments": {"x": "half a', '{"x": "half a'),
+        ('<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>', "{x: 1}"),
+        ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', '{"x": 1}'),
+        ('<tool_call>{"name": "f", "arguments": "free text"}</tool_call>', "free text"),
+    ],
+)
+def test_arguments_are_passed_on_as_they_are(text: str, arguments: str) -> None:
+    for cuts in ([], [20, 45], list(range(len(text)))):
+        shown, calls = parse(text, cuts)
+        assert (shown, [(call.name, call.arguments) for call in calls]) == ("", [("f", arguments)])
+
+
+@given(cuts=st.lists(st.integers(0, 120), max_size=12))
+def test_forced_calls_come_in_pieces_too(cuts: list[int]) -> None:
+    shown, calls = parse('{"x": 1}', cuts, ForcedParser("f"))
+    assert (shown, [(call.name, call.arguments) for call in calls]) == ("", [("f", '{"x": 1}')])
+    text = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
+    shown, calls = parse(text, cuts, ForcedParser(None))
+    assert (shown, [(call.name, call.arguments) for call in calls]) == ("", [("f", '{"x": 1}'), ("g", "{}")])
+
+
+def test_white_space_without_end_takes_no_time() -> None:
+    """Each piece is looked at once, not once for every way to divide it."""
+    blank = " \n" * 20_000
+    shown, calls = parse(f"<tool_call>{blank}</tool_call>", [])
+    assert (shown, calls) == (f"<tool_call>{blank}</tool_call>", [])
 
 
 @given(text=st.text(alphabet="<>/tool_cal {}\n", max_size=60), cuts=st.lists(st.integers(0, 60), max_size=6))

@@ -7,6 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 from tests.server.running import RunningServer
 from tests.server.tiny_model import real_text
 
@@ -74,11 +78,37 @@ def test_without_a_choice_tools_are_not_shown(client: openai.OpenAI) -> None:
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}},
         {"tools": [{"type": "function", "function": {"name": "no spaces please"}}]},
         {"tools": [WEATHER] * 129},
+        {"tools": [WEATHER, WEATHER]},
+        {"tools": "weather"},
+        {"tools": [{}]},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": []}}}]},
+        {"tools": [WEATHER], "tool_choice": "perhaps"},
+        {"tools": [WEATHER], "parallel_tool_calls": "no"},
     ],
 )
 def test_impossible_tools_are_refused(client: openai.OpenAI, change: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=ASKED, **change)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(("tools", "tool_choice", "parallel_tool_calls"))
+
+
+@pytest.mark.parametrize(
+    "result", [{"content": "rain"}, {"content": "rain", "tool_call_id": "c2"}, {"content": None, "tool_call_id": "c1"}]
+)
+def test_results_must_answer_a_call(client: openai.OpenAI, result: dict[str, Any]) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages: list[Any] = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    right = {"role": "tool", "content": "rain", "tool_call_id": "c1"}
+    client.chat.completions.create(model="tiny", messages=[*messages, right], max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match=r"messages\[2\]"):
+        client.chat.completions.create(model="tiny", messages=[*messages, {"role": "tool", **result}])
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].*send the assistant's message"):
+        client.chat.completions.create(model="tiny", messages=[*ASKED, right])
 
 
 def worker(template: str) -> TextWorker:
@@ -161,15 +191,26 @@ def test_calls_in_the_text_become_tool_calls() -> None:
     assert none["choices"][0]["finish_reason"] == "stop"
 
 
-def test_calls_are_streamed_as_they_complete() -> None:
-    chunks, _ = written(f"Let me look.\n{CALL}\n{CALL}", stream=True)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [call["index"] for call in calls] == [0, 1]
-    assert all(json.loads(call["function"]["arguments"]) == {"town": "Oslo"} for call in calls)
-    assert len({call["id"] for call in calls}) == 2
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_calls_are_streamed_as_they_are_written(parallel: bool, listed: bool) -> None:
+    """The name first, then arguments in pieces, as the official client puts them together."""
+    call = json.dumps({"name": "weather", "arguments": {"town": "Oslo"}})
+    text = f"<tool_call>[{call}, {call}]</tool_call>" if listed else f"{CALL}\n{CALL}"
+    chunks, _ = written(f"Let me look.\n{text}", stream=True, parallel_tool_calls=parallel)
+    state = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    (choice,) = state.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert [(made.function.name, made.function.arguments) for made in choice.message.tool_calls or ()] == [
+        ("weather", '{"town": "Oslo"}')
+    ] * (1 + parallel)
+    deltas = [made for chunk in chunks for made in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert [made["function"]["name"] for made in deltas if "id" in made] == ["weather"] * (1 + parallel)
+    assert len({made["id"] for made in deltas if "id" in made}) == 1 + parallel
+    assert sum(made["index"] == 0 for made in deltas) > 3
 
 
 @pytest.mark.parametrize(
@@ -214,6 +255,8 @@ def test_the_responses_api_gives_calls_as_items() -> None:
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
         "completed",
     ]
+    for event in told:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
     message, call = told[-1]["response"]["output"]
     assert message["content"][0]["text"] == "Let me look."
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"town": "Oslo"}')

@@ -57,6 +57,8 @@ class Stream:
         self.status = answer.status
         self.first_s: float | None = None
         """When the first event came."""
+        self.complete = False
+        """Its end has come."""
 
     def events(self) -> Iterator[dict[str, Any]]:
         for line in self._answer:
@@ -66,5 +68,6 @@ class Stream:
                 self.first_s = time.perf_counter()
             if line.startswith(b"data: [DONE]"):
                 self._answer.read()
+                self.complete = True
                 return
             yield json.loads(line[len(b"data: ") :])

@@ -1,7 +1,8 @@
 """A server under load: many clients, random requests, some malformed, some that leave; then it is counted what is left.
 
-Whatever clients do, three things must hold: no request is answered with 500; when all have gone, every KV page is
-free again and no process has kept memory or files; and the sanitizer has seen nothing.
+Whatever clients do, three things must hold: every request gets a whole answer, and none is a 500 (only an engine that
+was killed may end one early, and says so); when all have gone, every KV page is free again and no process has kept
+memory or files; and the sanitizer has seen nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.bench.http_client import Client
 from outrider.bench.server_process import ServerProcess, open_files, resident_mb, wait_until
@@ -39,8 +41,12 @@ IDLE_LIMIT_S = 60.0
 BACK_OFF_S = 0.5
 """After a 429 or a 503."""
 RECOVERY_LIMIT_S = 120.0
+KILLED_CODE = "unavailable"
+"""What a stream says when its engine is gone."""
+SETTLED_SHARE = 1 / 6
+"""A process has settled when it has been under load for this part of the run."""
 MEMORY_GROWTH_MB_MAX = 64.0
-"""Between the first third of a run and its end; allocators keep some."""
+"""Since it settled; allocators keep some."""
 FILES_GROWTH_MAX = 8
 
 
@@ -69,6 +75,10 @@ class Seen:
     """Ended by an error event: the engine was killed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def blame(self, problem: str) -> None:
+        with self.lock:
+            self.problems.append(problem)
+
     def note(self, kind: str, status: int, text: str = "") -> None:
         with self.lock:
             self.statuses[f"{kind} {status}"] += 1
@@ -80,22 +90,25 @@ def run_load(server: ServerProcess, config: LoadConfig) -> dict[str, Any]:
     """`server` runs with ADMIN_KEY as its admin key and the sanitizer on."""
     seen, stop = Seen(), threading.Event()
     threads = [
-        threading.Thread(target=_client, args=(server.url, config, number, seen, stop), daemon=True)
+        threading.Thread(target=send_requests, args=(server.url, config, number, seen, stop), daemon=True)
         for number in range(config.clients)
     ]
     begun, limit_s = time.monotonic(), config.minutes * 60
     for thread in threads:
         thread.start()
-    before: dict[int, tuple[float, int]] = {}
+    before: dict[int, Footprint] = {}
     recoveries_s: list[float] = []
+    settled_s = limit_s / 3
     kills = [limit_s * (0.4 + 0.5 * number / max(1, config.kills)) for number in range(config.kills)]
     while time.monotonic() - begun < limit_s:
         elapsed = time.monotonic() - begun
-        if not before and elapsed > limit_s / 3:
-            before = _footprints(server)
+        if elapsed > settled_s:
+            # Those who were there before keep the footprint they had then.
+            before, settled_s = _settled(server) | before, limit_s
         if kills and elapsed > kills[0]:
             kills.pop(0)
             recoveries_s.append(_kill_engine(server, seen))
+            settled_s = min(settled_s, time.monotonic() - begun + limit_s * SETTLED_SHARE)
         time.sleep(0.05)
     stop.set()
     for thread in threads:
@@ -115,17 +128,64 @@ def _kill_engine(server: ServerProcess, seen: Seen) -> float:
     return time.monotonic() - begun
 
 
-def _footprints(server: ServerProcess) -> dict[int, tuple[float, int]]:
-    """Resident megabytes and open files of every process."""
+class Footprint(NamedTuple):
+    resident_mb: float
+    files: int
+
+
+def _footprints(server: ServerProcess) -> dict[int, Footprint]:
     pids = [server.process.pid, *(pid for several in server.children().values() for pid in several)]
-    return {pid: (resident_mb(pid), open_files(pid)) for pid in pids}
+    return {pid: Footprint(resident_mb(pid), open_files(pid)) for pid in pids}
+
+
+def _settled(server: ServerProcess) -> dict[int, Footprint]:
+    """Memory of pages that are still free is counted as if it were resident: it will be when they are first used."""
+    found, engine = _footprints(server), server.engine_pid
+    client = Client(server.url)
+    free_mb = free_megabytes(json.loads(client.get("/kv")[1]))
+    client.close()
+    return found | {engine: Footprint(found[engine].resident_mb + free_mb, found[engine].files)}
+
+
+def free_megabytes(pages: dict[str, Any]) -> float:
+    """As /kv tells it."""
+    free_bytes = 0
+    for arena in pages["arenas"]:
+        free_bytes += arena["page_bytes"] * sum(int(count) for count in re.findall(r"(\d+)f", arena["runs"]))
+    return free_bytes / 2**20
+
+
+def growth_of(before: dict[int, Footprint], after: dict[int, Footprint]) -> dict[int, Footprint]:
+    return {
+        pid: Footprint(now.resident_mb - before[pid].resident_mb, now.files - before[pid].files)
+        for pid, now in after.items()
+        if pid in before
+    }
+
+
+def left_behind(pages: dict[str, Any], violations: float, log: str, growth: dict[int, Footprint]) -> list[str]:
+    """What is wrong with a server when all clients have gone and its cache is empty."""
+    problems = []
+    leaked = [arena["runs"] for arena in pages["arenas"] if arena["runs"] != f"1k{arena['pages'] - 1}f"]
+    if leaked:
+        problems.append(f"pages are not free although nobody holds them: {leaked}")
+    if violations or "broken at step" in log:
+        problems.append(f"the sanitizer saw {violations:.0f} broken invariants")
+    if "Traceback" in log:
+        problems.append("the server's log has a traceback:\n" + log[log.index("Traceback") :][:1500])
+    for pid, grown in growth.items():
+        if grown.resident_mb > MEMORY_GROWTH_MB_MAX or grown.files > FILES_GROWTH_MAX:
+            problems.append(f"process {pid} has grown by {grown.resident_mb:.0f} MB and {grown.files} files")
+    if not growth:
+        problems.append("no process lived long enough to be measured; let the load go on for longer")
+    return problems
 
 
 def _account(
     server: ServerProcess,
     config: LoadConfig,
     seen: Seen,
-    before: dict[int, tuple[float, int]],
+    before: dict[int, Footprint],
     recoveries_s: list[float],
 ) -> dict[str, Any]:
     client, admin = Client(server.url), Client(server.url, key=ADMIN_KEY)
@@ -135,19 +195,10 @@ def _account(
     admin.post("/admin/reset_prefix_cache", {})
     time.sleep(0.2)  # what /kv tells may be so old
     pages = json.loads(client.get("/kv")[1])
-    leaked = [arena["runs"] for arena in pages["arenas"] if arena["runs"] != f"1k{arena['pages'] - 1}f"]
-    if leaked:
-        problems.append(f"pages are not free although nobody holds them: {leaked}")
-    violations = _metric(client, "sanitizer_violations_total")
-    if violations or "broken at step" in server.log:
-        problems.append(f"the sanitizer saw {violations:.0f} broken invariants")
-    if "Traceback" in server.log:
-        problems.append("the server's log has a traceback:\n" + server.log[server.log.index("Traceback") :][:1500])
-    after = _footprints(server)
-    growth = {pid: (now[0] - before[pid][0], now[1] - before[pid][1]) for pid, now in after.items() if pid in before}
-    for pid, (memory_mb, files) in growth.items():
-        if memory_mb > MEMORY_GROWTH_MB_MAX or files > FILES_GROWTH_MAX:
-            problems.append(f"process {pid} has grown by {memory_mb:.0f} MB and {files} files")
+    growth = growth_of(before, _footprints(server))
+    problems += left_behind(pages, _metric(client, "sanitizer_violations_total"), server.log, growth)
+    if seen.streams_cut and not recoveries_s:
+        problems.append(f"{seen.streams_cut} streams were cut off although no engine was killed")
     client.close()
     admin.close()
     return {
@@ -159,8 +210,9 @@ def _account(
         "streams_cut": seen.streams_cut,
         "kills": len(recoveries_s),
         "recovery_s": max(recoveries_s, default=None),
-        "memory_growth_mb": max((grown[0] for grown in growth.values()), default=0.0),
-        "files_growth": max((grown[1] for grown in growth.values()), default=0),
+        "processes_measured": len(growth),
+        "memory_growth_mb": max((grown.resident_mb for grown in growth.values()), default=0.0),
+        "files_growth": max((grown.files for grown in growth.values()), default=0),
         "problems": problems,
     }
 
@@ -173,15 +225,16 @@ def _metric(client: Client, name: str) -> float:
 # ---- one client ------------------------------------------------------------------------------------
 
 
-def _client(url: str, config: LoadConfig, number: int, seen: Seen, stop: threading.Event) -> None:
+def send_requests(url: str, config: LoadConfig, number: int, seen: Seen, stop: threading.Event) -> None:
     chance = random.Random(f"{config.seed}/{number}")
     client = Client(url)
     while not stop.is_set():
         try:
             _one_request(client, config, chance, seen)
-        except (OSError, ValueError) as problem:
-            # Half an answer, or none: only a killed engine may do that, and it may not either.
-            seen.note(f"broken off ({type(problem).__name__})", 0)
+        except Exception as problem:
+            # Half an answer, or none: not even a killed engine may cause that.
+            seen.note("broken off", 0)
+            seen.blame(f"an answer was broken off: {problem!r}")
             client.close()
     client.close()
 
@@ -209,11 +262,16 @@ def _one_request(client: Client, config: LoadConfig, chance: random.Random, seen
         if "error" in event:
             with seen.lock:
                 seen.streams_cut += 1
+            if event["error"].get("code") != KILLED_CODE:
+                seen.blame(f"a stream ended with an error: {event['error']}")
         if count == leaves_after:
             with seen.lock:
                 seen.left += 1
             client.close()
             return
+    if not stream.complete:
+        seen.blame("a stream stopped without its end")
+        client.close()
 
 
 def _request(config: LoadConfig, chance: random.Random) -> tuple[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from outrider.kv.manager import KVManager
 from outrider.kv.prefix import CacheIdentity
 from outrider.kv.retention import Retention
 from outrider.layers.select import select_ops
+from outrider.layers.torch_threads import torch_threads
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
@@ -72,11 +74,14 @@ def build_engine(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     ops = select_ops(config.ops, device=device, threads=config.num_threads, progress=progress)
+    # Tensors are copied one by one: PyTorch's threads would spend three times as long waiting for each other.
+    one_thread = torch_threads(1) if ops.own_threads else nullcontext()
     # Stored numbers are widened to float32: whoever asks for another type gets weights of that type.
     as_stored = ops.reads_stored and dtype == torch.float32 and not config.expand_weights
     if model is None:
         report = None if progress is None else lambda done, total: progress("loading weights", done, total)
-        model = load_model(config.model, dtype=dtype, device=device, progress=report, as_stored=as_stored)
+        with one_thread:
+            model = load_model(config.model, dtype=dtype, device=device, progress=report, as_stored=as_stored)
     if model.parameters.embedding.device.type != device.type:
         raise ConfigError(
             f"the model lies on {model.parameters.embedding.device}, but the engine is to run on {device}; "
@@ -126,7 +131,8 @@ def build_engine(
                 max_model_len=limit,
                 progress=progress,
             )
-            drafter = load_drafter(speculation, drafter_settings)
+            with one_thread:
+                drafter = load_drafter(speculation, drafter_settings)
         k = k or min(drafter.usual_k, limit - 1)
         least_confidence = _least_confidence(speculation, device)
     if drafter is not None and drafter.footprint.block_rows + 2 > config.max_num_batched_tokens:

@@ -10,7 +10,6 @@ an arena have pages of equal bytes and different lengths; what a group leaves un
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
 from math import prod
 
@@ -22,6 +21,7 @@ from outrider.kv.layout import KVLayout
 from outrider.kv.plan import PageCopy
 from outrider.layers.attention import PagedKV
 from outrider.models.kv_groups import LayerGroups
+from outrider.models.weights.memory import zeros
 
 
 class PageStore:
@@ -36,7 +36,7 @@ class PageStore:
     ) -> None:
         """`owners`: the target, then the drafter if it has groups, in the layout's order."""
         self._arenas = [
-            _zeros(pages, page_bytes // dtype.itemsize, dtype=dtype, device=device)
+            _arena(pages, page_bytes // dtype.itemsize, dtype=dtype, device=device)
             for pages, page_bytes in zip(arena_pages, layout.arena_page_bytes, strict=True)
         ]
         self._layout = layout
@@ -72,18 +72,12 @@ class PageStore:
         return sum(arena.numel() * arena.element_size() for arena in self._arenas)
 
 
-def _zeros(pages: int, page_items: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One arena. Zeros, not garbage: what a padded row reads from the sink is masked, but NaN times nothing is NaN."""
+def _arena(pages: int, page_items: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: what a padded row reads from the sink is masked, but NaN times nothing is NaN."""
     try:
-        if device.type != "cpu":
-            return torch.zeros(pages, page_items, dtype=dtype, device=device)
-        # Pages of the cache are used one after the other. Memory straight from the system is zero and costs nothing
-        # until it is written; torch.zeros would write all of it first.
-        size = pages * page_items * dtype.itemsize
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return zeros((pages, page_items), dtype, device)
     except (OSError, torch.OutOfMemoryError):
         raise ConfigError(
             f"{pages:,} pages of {page_items * dtype.itemsize:,} bytes for KV are more than {device} has left; lower "
             "kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
         ) from None
-    return torch.frombuffer(memory, dtype=dtype).view(pages, page_items)

@@ -59,6 +59,8 @@ class ServerConfig:
     request_limit_s: float = 600.0
     idle_limit_s: float = 60.0
     """A client that takes nothing, or sends nothing of a body it announced, for so long is left."""
+    engine_timeout_s: float = 300.0
+    """An engine process that finishes no step for so long is ended and replaced."""
     drain_limit_s: float = 30.0
     """How long requests that run may go on once the server is told to end."""
 
@@ -83,7 +85,14 @@ class ServerConfig:
         for name, most in (("n_max", MOST_FORKS), ("logprobs_max", MAX_LOGPROBS)):
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} may be at most {most}, got {getattr(self, name)}")
-        for name in ("grammar_compile_limit_s", "render_limit_s", "request_limit_s", "idle_limit_s", "drain_limit_s"):
+        for name in (
+            "grammar_compile_limit_s",
+            "render_limit_s",
+            "request_limit_s",
+            "idle_limit_s",
+            "engine_timeout_s",
+            "drain_limit_s",
+        ):
             _seconds(getattr(self, name), name, zero=name == "drain_limit_s")
         _seconds(self.log_interval_s, "log_interval_s", zero=True)
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", self.metrics_prefix):

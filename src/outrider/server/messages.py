@@ -1,7 +1,7 @@
 """What the front end and the engine process tell each other: typed, as MessagePack, one message per ZMQ frame.
 
-    front end ──Submit, Abort, ResetCache, LookAtPages, Stop──▶ engine process
-    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages── engine process
+    front end ──Submit, Abort, ResetCache, LookAtPages, AreYouAlive, Stop──▶ engine process
+    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Alive── engine process
 
 Nothing is ever unpickled: a frame that is no such message is refused by the decoder.
 """
@@ -58,11 +58,15 @@ class LookAtPages(Message, frozen=True, kw_only=True):
     call: int
 
 
+class AreYouAlive(Message, frozen=True, kw_only=True):
+    pass
+
+
 class Stop(Message, frozen=True, kw_only=True):
     pass
 
 
-ToEngine = Submit | Abort | ResetCache | LookAtPages | Stop
+ToEngine = Submit | Abort | ResetCache | LookAtPages | AreYouAlive | Stop
 
 
 # ---- to the front end ------------------------------------------------------------------------------
@@ -237,7 +241,15 @@ class Pages(Message, frozen=True, kw_only=True):
     """The latest first."""
 
 
-ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages
+class Alive(Message, frozen=True, kw_only=True):
+    """Said between two steps."""
+
+    steps: int
+    """Done so far."""
+    has_work: bool
+
+
+ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Alive
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

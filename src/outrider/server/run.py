@@ -95,6 +95,7 @@ class _Run:
         supervisor = Supervisor(
             self._engine,
             grammar_compile_limit_s=self._config.grammar_compile_limit_s,
+            timeout_s=self._config.engine_timeout_s,
             on_report=figures.take,
             on_end=figures.engine_ended,
             on_loading=self._announcements.loading,

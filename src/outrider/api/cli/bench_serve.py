@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MEASURED = "What is measured"
 LOAD = "Load instead"
+LOAD_KV_BYTES = 256 << 20
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 SERVE_BENCH_HELP = (
@@ -132,6 +133,9 @@ def _load(config: EngineConfig, *, clients: int, minutes: float, kills: int, see
     load = LoadConfig(clients=clients, minutes=minutes, kills=kills, seed=seed)
     if config.sanitizer == "off":
         raise ConfigError("a load without the sanitizer proves little; give --sanitizer raise, or log")
+    if config.kv_cache_memory_bytes is None:
+        # Little enough that pages run out, and that all of them have been touched before memory is measured.
+        config = replace(config, kv_cache_memory_bytes=LOAD_KV_BYTES)
     server = _start(config, "--admin-key", ADMIN_KEY)
     try:
         report = run_load(server, load)
@@ -164,7 +168,10 @@ def _print_load(report: dict[str, Any]) -> None:
     out.print(f"  {report['left_early']:,} left early, {report['streams_cut']:,} were cut off by a killed engine")
     if report["recovery_s"] is not None:
         out.print(f"Killed {report['kills']}×; served again after {report['recovery_s']:.1f} s at most.")
-    out.print(f"Growth: {report['memory_growth_mb']:.1f} MB, {report['files_growth']} files.")
+    out.print(
+        f"Growth of {report['processes_measured']} processes: at most {report['memory_growth_mb']:.1f} MB, "
+        f"{report['files_growth']} files."
+    )
     if report["problems"]:
         for problem in report["problems"]:
             out.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)

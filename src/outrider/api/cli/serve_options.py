@@ -119,6 +119,12 @@ class LimitOptions:
     idle_limit: Annotated[
         float, typer.Option(help="Seconds a client may take or send nothing.", rich_help_panel=LIMITS)
     ] = _DEFAULTS.idle_limit_s
+    engine_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a finished step after which the engine process is replaced.", rich_help_panel=LIMITS
+        ),
+    ] = _DEFAULTS.engine_timeout_s
     drain_limit: Annotated[
         float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
     ] = _DEFAULTS.drain_limit_s
@@ -148,6 +154,7 @@ def server_config(access: AccessOptions, limits: LimitOptions) -> ServerConfig:
         "queue_max": limits.max_queue,
         "request_limit_s": limits.request_limit,
         "idle_limit_s": limits.idle_limit,
+        "engine_timeout_s": limits.engine_timeout,
         "drain_limit_s": limits.drain_limit,
     }
     return ServerConfig(**settings)

@@ -1,4 +1,4 @@
-"""Memory for weights: one block on a CPU, in huge pages where the system has them.
+"""Memory for weights and for KV: one block on a CPU, in huge pages where the system has them.
 
 Every token reads every weight once. With pages of 4 KiB a processor spends a good part of that looking up
 addresses, and its prefetcher stops at every page's end.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from math import prod
 
 import torch
 from torch import Tensor
@@ -39,9 +40,21 @@ class WeightMemory:
         return piece
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the system fills in a page when it is first touched: gigabytes take no time, and no memory before."""
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not _maps(size):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return _huge_block(size).view(dtype).view(shape)
+
+
+def _maps(size: int) -> bool:
+    return hasattr(mmap, "MAP_ANONYMOUS") and size >= HUGE_PAGE_BYTES
+
+
 def _huge_block(size: int) -> Tensor:
     """Untouched memory, aligned to huge pages. The tensor keeps the mapping alive."""
-    if not hasattr(mmap, "MAP_ANONYMOUS") or size < HUGE_PAGE_BYTES:
+    if not _maps(size):
         return torch.empty(size, dtype=torch.uint8)
     block = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(block, dtype=torch.uint8)

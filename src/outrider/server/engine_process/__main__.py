@@ -6,6 +6,7 @@ process. Signals that a terminal or a service manager sends to all processes are
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -23,6 +24,8 @@ ORPHANED_STATUS = 4
 
 
 def main() -> int:
+    # Hardly anything that is loaded is ever let go of: looking for garbage in it would only take time, now and later.
+    gc.disable()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
@@ -46,6 +49,8 @@ def main() -> int:
         socket.send(encode(Broken(kind=type(error).__name__, message=str(error))))
         return BROKEN_STATUS
     warm_up(engine)
+    gc.freeze()
+    gc.enable()
     EngineLoop(engine, socket).run()
     return 0
 

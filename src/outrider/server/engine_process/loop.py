@@ -18,6 +18,8 @@ from outrider.server.engine_process.facts import RecentHits, counters_of, facts_
 from outrider.server.messages import (
     Abort,
     Accepted,
+    Alive,
+    AreYouAlive,
     CacheWasReset,
     Delta,
     LookAtPages,
@@ -89,6 +91,9 @@ class EngineLoop:
                 self._send(CacheWasReset(call=call))
             case LookAtPages(call=call):
                 self._send(pages_of(self._engine, call, self._hits))
+            case AreYouAlive():
+                steps = self._engine.scheduler.kv.pool.last_completed + 1
+                self._send(Alive(steps=steps, has_work=self._engine.has_work))
             case Stop():
                 self._stopped = True
 

@@ -38,6 +38,7 @@ def render_order(
             raise Problem("continue_final_message and add_generation_prompt exclude each other; give one")
         if messages[-1].role != "assistant":
             raise Problem("continue_final_message needs a last message of the assistant", param="messages")
+    _check_results(messages)
     return Render(
         messages=[_plain(message, place) for place, message in enumerate(messages)],
         tools=tool_definitions(body.tools, config) if with_tools else None,
@@ -46,6 +47,23 @@ def render_order(
         continue_last=body.continue_final_message,
         tokens_max=tokens_max,
     )
+
+
+def _check_results(messages: Sequence[ChatMessage]) -> None:
+    """Each answers a call that was made before it."""
+    called: set[str] = set()
+    for place, message in enumerate(messages):
+        called |= {call.id for call in message.tool_calls or () if call.id is not None}
+        if message.role != "tool":
+            continue
+        if message.tool_call_id is None:
+            raise Problem(f"messages[{place}]: the result of a tool needs tool_call_id", param="messages")
+        if message.tool_call_id not in called:
+            raise Problem(
+                f"messages[{place}]: no message before it calls a tool with the id {message.tool_call_id[:64]!r}; send "
+                "the assistant's message with its tool_calls too",
+                param="messages",
+            )
 
 
 def _plain(message: ChatMessage, place: int) -> dict[str, Any]:
@@ -86,6 +104,18 @@ def tool_definitions(tools: Sequence[Tool] | None, config: ServerConfig) -> list
         return None
     if len(tools) > config.tools_max:
         raise Problem(f"at most {config.tools_max} tools, got {len(tools)}", param="tools")
+    names: set[str] = set()
+    for place, tool in enumerate(tools):
+        name, parameters = tool.function.name, tool.function.parameters or {}
+        if name in names:
+            raise Problem(f"tools[{place}]: there is another tool with the name {name!r}; rename one", param="tools")
+        names.add(name)
+        if parameters.get("type", "object") != "object" or not isinstance(parameters.get("properties", {}), dict):
+            raise Problem(
+                f"tools[{place}]: the parameters of {name!r} must be a JSON schema of an object, such as "
+                '{"type": "object", "properties": {"town": {"type": "string"}}}',
+                param="tools",
+            )
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 

@@ -42,6 +42,12 @@ def engine_died() -> Problem:
     return unavailable("the engine has stopped and is being restarted; the request is lost, send it again")
 
 
+def engine_hung(silent_s: float) -> Problem:
+    return unavailable(
+        f"the engine has made no progress for {silent_s:g} s and is being restarted; the request is lost, send it again"
+    )
+
+
 def queue_full(waiting: int) -> Problem:
     return Problem(
         f"the queue is full ({waiting} continuations are open); try again in a moment",

@@ -67,7 +67,7 @@ class Service:
             return None
         loading = self.supervisor.loading
         doing = f": {loading.what}, {loading.done} of {loading.total}" if loading is not None else ""
-        return f"the engine is {'being restarted' if self.supervisor.restarts else 'loading'}{doing}"
+        return f"the engine is {'loading' if self.supervisor.facts is None else 'being restarted'}{doing}"
 
     @property
     def facts(self) -> Facts:

@@ -1,4 +1,4 @@
-"""Starts the engine process, passes messages, and starts another one if it dies.
+"""Starts the engine process, passes messages, and starts another one if it dies or hangs.
 
 starting ──Ready──▶ ready ──process ends──▶ starting (all who wait are told)      any ──stop()──▶ stopped
     └──Broken at the very first start──▶ stopped, with the reason
@@ -18,14 +18,17 @@ from enum import Enum
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError, ModelError, OutriderError
-from outrider.server.front.problems import engine_died, unavailable
+from outrider.server.front.channel import Channel
+from outrider.server.front.problems import Problem, engine_died, engine_hung, unavailable
 from outrider.server.front.streams import OpenRequests
+from outrider.server.front.watchdog import Watchdog
 from outrider.server.messages import (
     Accepted,
+    Alive,
+    AreYouAlive,
     Broken,
     CacheWasReset,
     Facts,
@@ -67,6 +70,7 @@ class Supervisor:
         config: EngineConfig,
         *,
         grammar_compile_limit_s: float,
+        timeout_s: float,
         on_report: Callable[[StepReport], None] = lambda report: None,
         on_end: Callable[[], None] = lambda: None,
         on_loading: Callable[[Loading], None] = lambda loading: None,
@@ -77,16 +81,19 @@ class Supervisor:
         self.restarts = 0
         self.pid: int | None = None
         self.loading: Loading | None = None
+        self.unresponsive = False
+        """A process hung, and none has shown life since."""
         self.first_ready: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         self._config = config
         self._grammar_compile_limit_s = grammar_compile_limit_s
+        self._watchdog = Watchdog(timeout_s)
         self._on_report = on_report
         self._on_end = on_end
         self._on_loading = on_loading
         # 0700: nobody else on this machine may speak to the engine.
         self._directory = tempfile.mkdtemp(prefix="outrider-")
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel: Channel | None = None
         self._calls: dict[int, asyncio.Future[CacheWasReset | Pages]] = {}
         self._call_number = 0
         self._process: Process | None = None
@@ -103,10 +110,8 @@ class Supervisor:
         self._send(message)
 
     def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
-        # Without a limit on the queue it is sent at once, or not at all: then the process has ended, which shows.
-        sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
-        sent.add_done_callback(lambda done: done.cancelled() or done.exception())
+        assert self._channel is not None
+        self._channel.send(encode(message))
 
     async def reset_cache(self) -> None:
         await self._call(lambda call: ResetCache(call=call))
@@ -151,7 +156,7 @@ class Supervisor:
         while not self._is_stopped:
             await asyncio.sleep(RESTART_WAITS_S[min(failures, len(RESTART_WAITS_S) - 1)])
             error, was_ready = await self._run_one(number=self.restarts)
-            self._tell_everybody()
+            self._tell_everybody(engine_died())
             if self._is_stopped:
                 break
             if not self.first_ready.done():
@@ -167,19 +172,16 @@ class Supervisor:
     def _is_stopped(self) -> bool:
         return self.state is State.STOPPED
 
-    def _tell_everybody(self) -> None:
-        self.requests.fail_all(engine_died())
+    def _tell_everybody(self, problem: Problem) -> None:
+        self.requests.fail_all(problem)
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(engine_died())
+                future.set_exception(problem)
 
     async def _run_one(self, number: int) -> tuple[OutriderError, bool]:
         """Returns when the process has ended: why, and whether it had been ready."""
         endpoint = f"ipc://{self._directory}/engine-{number}"
-        socket = self._context.socket(zmq.PAIR)
-        socket.set_hwm(0)
-        socket.bind(endpoint)
-        self._socket = socket
+        channel = self._channel = Channel(self._context, endpoint, lambda frame: self._take(decode_to_front(frame)))
         setup = Setup(endpoint=endpoint, engine=self._config, grammar_compile_limit_s=self._grammar_compile_limit_s)
         # A session of its own: Ctrl-C in a terminal is for the front end. Its input stays open as long as we live.
         process = self._process = await asyncio.create_subprocess_exec(
@@ -188,32 +190,39 @@ class Supervisor:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
         self.pid = process.pid
-        reader = asyncio.create_task(self._read(socket))
         waiter = asyncio.create_task(process.wait())
-        await asyncio.wait((reader, waiter), return_when=asyncio.FIRST_COMPLETED)
+        watcher = asyncio.create_task(self._watch())
+        await asyncio.wait((channel.failed, waiter, watcher), return_when=asyncio.FIRST_COMPLETED)
         was_ready = self.state is State.READY
         if not self._is_stopped:
             self.state = State.STARTING
-        if reader.done():
-            # What it says cannot be used, or it says that it cannot start.
+        hung = watcher.done() and not waiter.done()
+        if hung:
+            # At once: even a kill may take its time, if a device does not answer.
+            self.unresponsive = True
+            self._tell_everybody(engine_hung(self._watchdog.allowed_s))
+        if hung or channel.failed.done():
+            # What it says cannot be used, or it says that it cannot start, or it says nothing any more.
             with suppress(ProcessLookupError):
                 process.kill()
         else:
             # What it said last may still be on its way.
-            await asyncio.wait((reader,), timeout=LAST_WORDS_S)
+            await asyncio.wait((channel.failed,), timeout=LAST_WORDS_S)
         status = await waiter
-        reader.cancel()
-        await asyncio.wait((reader,))
-        socket.close(linger=0)
-        problem = None if reader.cancelled() else reader.exception()
+        watcher.cancel()
+        await asyncio.wait((watcher,))
+        channel.close()
+        problem = None if channel.failed.cancelled() else channel.failed.exception()
         if isinstance(problem, OutriderError):
             return problem, was_ready
-        why = f": {problem!r}" if problem else ""
+        why = f": {problem!r}" if problem else f" after {self._watchdog.allowed_s:g} s without progress" if hung else ""
         return ModelError(f"the engine process ended {_how(status)}{why}"), was_ready
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._take(decode_to_front(await socket.recv()))
+    async def _watch(self) -> None:
+        self._watchdog.begin()
+        # Until there has been an engine, a person waits for it; what it loads may have to be fetched first.
+        await asyncio.wait((self.first_ready,))
+        await self._watchdog.watch(lambda: self._send(AreYouAlive()))
 
     def _take(self, message: ToFront) -> None:
         match message:
@@ -227,8 +236,11 @@ class Supervisor:
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     future.set_result(message)
+            case Alive():
+                self._watchdog.answered(message)
             case Loading():
-                self.loading = message
+                self.unresponsive, self.loading = False, message
+                self._watchdog.loaded_some()
                 self._on_loading(message)
             case Ready(facts=facts):
                 self._become_ready(facts)
@@ -239,7 +251,8 @@ class Supervisor:
         if self.facts is not None and facts.fingerprint != self.facts.fingerprint:
             # Tokens and limits that the front end has are of another model: nothing it serves would be right.
             raise ConfigError("the model's files have changed since the server started; start it again")
-        self.facts, self.loading = facts, None
+        self.facts, self.loading, self.unresponsive = facts, None, False
+        self._watchdog.became_ready()
         if self.state is State.STOPPED:
             return
         self.state = State.READY

@@ -1,14 +1,16 @@
-"""Tool calls in what a model writes, found while it writes them.
+"""Tool calls in what a model writes, told while it writes them.
 
     text <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> text
 
-That is how Hermes, Qwen and SmolLM2 call; SmolLM2 puts several into one list. What is between the tags and is no
-such JSON stays text: nothing that the model wrote is lost.
+That is how Hermes, Qwen and SmolLM2 call; SmolLM2 puts several into one list. A call begins when its name is there;
+its arguments follow piece by piece, as they are written, and may turn out to be no JSON. What is between the tags and
+does not begin like a call stays text: nothing that the model wrote is lost.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,18 +20,30 @@ from outrider.server.front.grammars import json_schema
 from outrider.server.protocol.chat import ChatRequest, NamedTool, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+HEAD = re.compile(
+    r'\s*+\}?+\s*+[\[,]?+\s*+\{\s*+"name"\s*+:\s*+("(?:[^"\\\n]|\\.)++")\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+)
+"""All of a call, alone or in a list, up to the brace that opens its arguments. Nothing is tried twice: a model may
+write white space for pages."""
+
+
+class CallPiece(NamedTuple):
+    """One with a name begins a call; others add to the arguments of the latest."""
+
+    arguments: str
+    id: str | None = None
+    name: str | None = None
 
 
 class ParsedCall(NamedTuple):
     id: str
     name: str
     arguments: str
-    """As JSON."""
 
 
 class Found(NamedTuple):
     text: str = ""
-    calls: tuple[ParsedCall, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
 
 
 class ToolParser(Protocol):
@@ -48,12 +62,67 @@ class NoTools:
         return Found()
 
 
+class CallScanner:
+    """The JSON of one call or of a list of them."""
+
+    def __init__(self) -> None:
+        self.body = ""
+        """All that was fed."""
+        self.begun = 0
+        """Calls so far."""
+        self._rest = ""
+        self._depth = 0
+        """Of braces and brackets in the arguments; 0: outside."""
+        self._in_text = False
+        self._escaped = False
+
+    def feed(self, text: str) -> list[CallPiece]:
+        self.body += text
+        self._rest += text
+        pieces: list[CallPiece] = []
+        while self._rest:
+            if not self._depth:
+                head = HEAD.match(self._rest)
+                name = None if head is None else _text_of(head[1])
+                if head is None or name is None:
+                    break
+                pieces.append(_begin(name))
+                self.begun += 1
+                self._rest = self._rest[head.end() :]
+            arguments = self._take_arguments()
+            pieces.append(CallPiece(arguments))
+        return pieces
+
+    def _take_arguments(self) -> str:
+        """Up to the brace that closes them, or all there is."""
+        for place, letter in enumerate(self._rest):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_text:
+                self._escaped = letter == "\\"
+                self._in_text = letter != '"'
+            elif letter == '"':
+                self._in_text = True
+            else:
+                self._depth += (letter in "{[") - (letter in "}]")
+            if not self._depth:
+                taken, self._rest = self._rest[: place + 1], self._rest[place + 1 :]
+                return taken
+        taken, self._rest = self._rest, ""
+        return taken
+
+    def close(self) -> list[CallPiece]:
+        """Calls that are written in another order are told now."""
+        return [piece for call in calls_in(self.body)[self.begun :] for piece in whole_call(call)]
+
+
 class HermesParser:
     """White space before, between and behind calls belongs to them, and is not shown."""
 
     def __init__(self) -> None:
         self._rest = ""
-        self._inside = False
+        self._scanner: CallScanner | None = None
+        """While a tag is open."""
         self._gap = ""
         """White space before the tag that is open."""
         self._behind_call = False
@@ -61,60 +130,78 @@ class HermesParser:
     def feed(self, text: str) -> Found:
         self._rest += text
         shown: list[str] = []
-        calls: list[ParsedCall] = []
+        calls: list[CallPiece] = []
         while True:
-            if self._behind_call and not self._inside:
+            if self._behind_call and self._scanner is None:
                 self._rest = self._rest.lstrip()
-            head, tag, tail = self._rest.partition(CLOSE if self._inside else OPEN)
+            head, tag, tail = self._rest.partition(OPEN if self._scanner is None else CLOSE)
             if not tag:
                 break
             self._rest = tail
-            if self._inside:
-                found = calls_in(head)
-                calls += found
-                shown += [] if found else [self._gap, OPEN, head, CLOSE]
-                self._behind_call = bool(found)
-            else:
+            if self._scanner is None:
                 shown.append(head.rstrip())
-                self._gap = head[len(shown[-1]) :]
-            self._inside = not self._inside
-        if not self._inside:
-            shown.append(self._take_safe())
+                self._gap, self._scanner = head[len(shown[-1]) :], CallScanner()
+            else:
+                calls += self._scanner.feed(head)
+                rest = self._close(calls)
+                shown += [rest, CLOSE] if rest else []
+        if self._scanner is None:
+            shown.append(self._take_text())
+        else:
+            calls += self._scanner.feed(self._take_all_but(CLOSE))
         return Found("".join(shown), tuple(calls))
 
-    def _take_safe(self) -> str:
-        """What can be no part of a tag, nor white space before one."""
-        held = next((n for n in range(len(OPEN) - 1, 0, -1) if self._rest.endswith(OPEN[:n])), 0)
-        safe = self._rest[: len(self._rest) - held].rstrip()
+    def _close(self, calls: list[CallPiece]) -> str:
+        """What was behind the opening tag, if it was no call."""
+        assert self._scanner is not None
+        scanner, self._scanner = self._scanner, None
+        more = scanner.close()
+        calls += more
+        self._behind_call = bool(more) or scanner.begun > 0
+        return "" if self._behind_call else self._gap + OPEN + scanner.body
+
+    def _take_all_but(self, tag: str) -> str:
+        """What can be no part of the tag."""
+        held = next((n for n in range(len(tag) - 1, 0, -1) if self._rest.endswith(tag[:n])), 0)
+        safe = self._rest[: len(self._rest) - held]
         self._rest = self._rest[len(safe) :]
+        return safe
+
+    def _take_text(self) -> str:
+        """What can be no part of a tag, nor white space before one."""
+        taken = self._take_all_but(OPEN)
+        safe = taken.rstrip()
+        self._rest = taken[len(safe) :] + self._rest
         self._behind_call = self._behind_call and not safe
         return safe
 
     def finish(self) -> Found:
         rest, self._rest = self._rest, ""
-        if not self._inside:
+        if self._scanner is None:
             return Found(rest)
         # Some models end their turn instead of closing the tag.
-        calls = calls_in(rest)
-        return Found("" if calls else self._gap + OPEN + rest, tuple(calls))
+        calls = self._scanner.feed(rest)
+        return Found(self._close(calls), tuple(calls))
 
 
 class ForcedParser:
-    """The output is the arguments of one function, or a list of calls: a grammar saw to that."""
+    """The output is the arguments of one function, or a list of calls: a grammar sees to that."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
-        self._text = ""
+        self._scanner = CallScanner()
 
     def feed(self, text: str) -> Found:
-        self._text += text
-        return Found()
+        if self._name is None:
+            return Found(calls=tuple(self._scanner.feed(text)))
+        begun, self._scanner.begun = self._scanner.begun, 1
+        return Found(calls=(*([] if begun else [_begin(self._name)]), CallPiece(text)))
 
     def finish(self) -> Found:
         if self._name is not None:
-            return Found(calls=(_call(self._name, self._text),))
-        calls = calls_in(self._text)
-        return Found("" if calls else self._text, tuple(calls))
+            return Found()
+        calls = self._scanner.close()
+        return Found("" if calls or self._scanner.begun else self._scanner.body, tuple(calls))
 
 
 def calls_in(text: str) -> list[ParsedCall]:
@@ -130,12 +217,36 @@ def calls_in(text: str) -> list[ParsedCall]:
         arguments = item.get("arguments", item.get("parameters", {}))
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(_call(item["name"], arguments))
+        calls.append(ParsedCall(_new_id(), item["name"], arguments))
     return calls
 
 
-def _call(name: str, arguments: str) -> ParsedCall:
-    return ParsedCall(f"call_{secrets.token_hex(12)}", name, arguments)
+def whole_call(call: ParsedCall) -> tuple[CallPiece, CallPiece]:
+    return CallPiece("", id=call.id, name=call.name), CallPiece(call.arguments)
+
+
+def with_piece(calls: Sequence[ParsedCall], piece: CallPiece) -> list[ParsedCall]:
+    """The calls as they are after a piece more."""
+    if piece.name is not None:
+        assert piece.id is not None
+        return [*calls, ParsedCall(piece.id, piece.name, piece.arguments)]
+    *before, latest = calls
+    return [*before, latest._replace(arguments=latest.arguments + piece.arguments)]
+
+
+def _begin(name: str) -> CallPiece:
+    return CallPiece("", id=_new_id(), name=name)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _text_of(quoted: str) -> str | None:
+    try:
+        return str(json.loads(quoted))
+    except json.JSONDecodeError:
+        return None
 
 
 # ---- what a request wants --------------------------------------------------------------------------

@@ -61,16 +61,20 @@ def validation_problem(errors: Sequence[Any], fields: Sequence[str]) -> Problem:
     error = _most_telling(errors)
     place = [str(part) for part in error["loc"] if part != "body"]
     # Alternatives of a union are named by their types; the client knows only fields.
-    where = ".".join(part for part in place if "[" not in part and "-" not in part and not part[:1].isupper())
+    where = ".".join(
+        part for part in place if part != "str" and "[" not in part and "-" not in part and not part[:1].isupper()
+    )
     if error["type"] == "extra_forbidden":
         name = place[-1]
-        near = get_close_matches(name, fields, n=1) if len(place) == 1 else []
+        near = get_close_matches(name, fields, n=1, cutoff=0.7) if len(place) == 1 else []
         hint = f"; did you mean {near[0]!r}?" if near else ", so it is refused rather than ignored"
         return Problem(f"{where!r} is not known here{hint}", param=where, code="unknown_field")
     if not where:
         return Problem(
             "the body must be a JSON object, sent with 'Content-Type: application/json'", code="invalid_body"
         )
+    if error["type"] == "not_available":
+        return Problem(error["msg"], param=where, code="not_available")
     message = error["msg"][:300]
     return Problem(f"{where}: {message[:1].lower()}{message[1:]}", param=where, code=error["type"])
 

@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+def not_done(name: str, what_to_do: str, *harmless: object) -> BeforeValidator:
+    """For a field whose every value but None and the harmless ones is refused, with a way out."""
+
+    def refuse(value: object) -> None:
+        if value is not None and value not in harmless:
+            raise PydanticCustomError(
+                "not_available",
+                "{name} is not available here; {what_to_do}",
+                {
+                    "name": name,
+                    "what_to_do": what_to_do,
+                },
+            )
+
+    return BeforeValidator(refuse)
 
 
 class StreamOptions(Fields):

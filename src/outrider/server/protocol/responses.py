@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from outrider.server.protocol.chat import NAME_PATTERN
-from outrider.server.protocol.fields import Fields, IgnoredFields
+from outrider.server.protocol.fields import Fields, IgnoredFields, not_done
+
+NOT_KEPT = "nothing is kept between requests, so send everything"
 
 
 class InputPart(Fields):
@@ -61,7 +63,7 @@ class TextFormat(Fields):
 
 class TextOptions(Fields):
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Annotated[Any, not_done("verbosity", "say in the instructions how long the answer should be")] = None
 
 
 class ResponsesStreamOptions(Fields):
@@ -83,14 +85,17 @@ class ResponsesRequest(IgnoredFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    previous_response_id: None = None
-    """Answers are not kept: send the whole conversation."""
-    conversation: None = None
-    reasoning: None = None
-    prompt: None = None
-    max_tool_calls: None = None
+    truncation: Annotated[Any, not_done("truncation", "leave out of the input what is too much", "disabled")] = None
+    background: Annotated[Any, not_done("background", "wait for the answer, or stream it", False)] = None
+    previous_response_id: Annotated[Any, not_done("previous_response_id", f"{NOT_KEPT} as a list of input items")] = (
+        None
+    )
+    conversation: Annotated[Any, not_done("conversation", f"{NOT_KEPT} as a list of input items")] = None
+    reasoning: Annotated[Any, not_done("reasoning", "this API has no reasoning items; leave it out")] = None
+    prompt: Annotated[Any, not_done("prompt", f"{NOT_KEPT} as instructions and input")] = None
+    max_tool_calls: Annotated[
+        Any, not_done("max_tool_calls", "no tools are run here, they are only asked for; leave it out")
+    ] = None
 
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,7 +16,7 @@ from outrider.server.front.grammars import check_size, grammar_of
 from outrider.server.front.problems import Problem
 from outrider.server.front.sampling import sampling_params
 from outrider.server.front.service import Service
-from outrider.server.front.tool_calls import Found, ParsedCall, forced_grammar, parser_for
+from outrider.server.front.tool_calls import CallPiece, Found, ParsedCall, forced_grammar, parser_for, with_piece
 from outrider.server.front.totals import Totals
 from outrider.server.http.bodies import JsonRoute
 from outrider.server.http.counting import ARRIVAL
@@ -55,6 +55,13 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
     if forced is not None:
         if grammar is not None:
             raise Problem("tool_choice forces a call, so that no other form can be asked for", param="tool_choice")
+        if not service.facts.supports_grammars:
+            raise Problem(
+                "this server cannot force a call (that takes output in a given form); use tool_choice 'auto', and "
+                "look whether the answer has tool_calls",
+                param="tool_choice",
+                code="not_available",
+            )
         check_size(forced, config, param="tools")
         grammar = forced
     # One without a limit may write as long as the context goes on.
@@ -95,6 +102,7 @@ class ChatChoice:
     def __init__(self, body: ChatRequest) -> None:
         self._parser = parser_for(body.tools, body.tool_choice)
         self._one_call = body.parallel_tool_calls is False
+        self._closed = False
         self.text: list[str] = []
         self.calls: list[ParsedCall] = []
         self.deltas: list[Delta] = []
@@ -104,9 +112,16 @@ class ChatChoice:
         if delta.finish_reason is not None:
             rest = self._parser.finish()
             found = Found(found.text + rest.text, found.calls + rest.calls)
-        if self._one_call:
-            found = found._replace(calls=found.calls[: 1 - min(1, len(self.calls))])
-        self.calls += found.calls
+        pieces = []
+        for piece in found.calls:
+            number = len(self.calls) + (piece.name is not None)
+            if self._one_call and (number > 1 or self._closed):
+                # What belongs to a second call is left out, to its last piece.
+                self._closed = True
+                continue
+            self.calls = with_piece(self.calls, piece)
+            pieces.append(piece)
+        found = found._replace(calls=tuple(pieces))
         if keep:
             self.text.append(found.text)
             self.deltas.append(delta)
@@ -140,9 +155,7 @@ class ChatWriter:
             return
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
-            content["tool_calls"] = [
-                {"index": number, **_call(call)} for number, call in enumerate(found.calls, start=before)
-            ]
+            content["tool_calls"] = [*_call_deltas(found.calls, before)]
         more = {"metrics": totals.metrics()} if totals.complete and not self._body.wants_usage else {}
         entry = {
             "index": delta.index,
@@ -195,6 +208,25 @@ class ChatWriter:
             return None
         entries = [scored for delta in deltas for scored in delta.logprobs or ()]
         return {"content": chat_logprobs(entries, self._service.token_texts), "refusal": None}
+
+
+def _call_deltas(pieces: Sequence[CallPiece], number: int) -> Iterator[dict[str, Any]]:
+    """`number`: calls before these pieces. One entry for each call: clients put entries of different chunks together,
+    but not those of one."""
+    entry: dict[str, Any] | None = None
+    for piece in pieces:
+        if piece.name is not None or entry is None:
+            if entry is not None:
+                yield entry
+            number += piece.name is not None
+            entry = {"index": number - 1, "function": {"arguments": piece.arguments}}
+            if piece.name is not None:
+                entry |= {"id": piece.id, "type": "function"}
+                entry["function"] = {"name": piece.name, "arguments": piece.arguments}
+        else:
+            entry["function"]["arguments"] += piece.arguments
+    if entry is not None:
+        yield entry
 
 
 def _call(call: ParsedCall) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider.server.front.problems import Problem
 from outrider.server.front.service import Service
-from outrider.server.front.tool_calls import ParsedCall
+from outrider.server.front.tool_calls import CallPiece
 from outrider.server.front.totals import Totals
 from outrider.server.http.bodies import JsonRoute
 from outrider.server.http.event_stream import event
@@ -55,7 +55,9 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         """Items that are done."""
         self._message: dict[str, Any] | None = None
-        """The item that is being written."""
+        """The item that is being written, if it is one."""
+        self._call: dict[str, Any] | None = None
+        """The same for calls."""
         self._finish: str | None = None
 
     # ---- one delta after the other -----------------------------------------------------------------
@@ -68,16 +70,17 @@ class ResponseWriter:
         found = self._choice.take(delta, keep=False)
         if found.text:
             if self._message is None:
+                yield from self._close_call()
                 yield from self._open_message()
             yield self._add_text(found.text, delta)
-        for call in found.calls:
-            yield from self._close_message()
-            yield from self._add_call(call)
+        for piece in found.calls:
+            yield from self._add_piece(piece)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
-            if not self._output and self._message is None:
+            if not self._output and self._message is None and self._call is None:
                 yield from self._open_message()
             yield from self._close_message()
+            yield from self._close_call()
 
     def _open_message(self) -> Iterator[bytes]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -111,20 +114,32 @@ class ResponseWriter:
         self._output.append(self._message)
         self._message = None
 
-    def _add_call(self, call: ParsedCall) -> Iterator[bytes]:
-        item = {
-            "id": f"fc_{secrets.token_hex(12)}",
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        where = {"item_id": item["id"], "output_index": len(self._output)}
-        yield self._event("output_item.added", output_index=len(self._output), item=item)
-        yield self._event("function_call_arguments.delta", **where, delta=call.arguments)
-        yield self._event("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
-        item = {**item, "arguments": call.arguments, "status": "completed"}
+    def _add_piece(self, piece: CallPiece) -> Iterator[bytes]:
+        if piece.name is not None:
+            yield from self._close_message()
+            yield from self._close_call()
+            self._call = {
+                "id": f"fc_{secrets.token_hex(12)}",
+                "type": "function_call",
+                "call_id": piece.id,
+                "name": piece.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+            yield self._event("output_item.added", output_index=len(self._output), item=dict(self._call))
+        assert self._call is not None
+        if piece.arguments:
+            self._call["arguments"] += piece.arguments
+            where = {"item_id": self._call["id"], "output_index": len(self._output)}
+            yield self._event("function_call_arguments.delta", **where, delta=piece.arguments)
+
+    def _close_call(self) -> Iterator[bytes]:
+        item, self._call = self._call, None
+        if item is None:
+            return
+        item["status"] = "incomplete" if self._finish == "length" else "completed"
+        told = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("function_call_arguments.done", item_id=item["id"], output_index=len(self._output), **told)
         yield self._event("output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
 
@@ -169,6 +184,8 @@ class ResponseWriter:
             "id": self._name,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": False,
             "status": status,
             "model": self._model,
             "output": list(self._output),
@@ -182,7 +199,9 @@ class ResponseWriter:
             "store": False,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": {"format": {"type": "text"}},
+            "top_logprobs": body.top_logprobs,
+            "user": body.user,
+            "text": {"format": _format(body)},
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "truncation": "disabled",
@@ -192,13 +211,19 @@ class ResponseWriter:
             usage = totals.usage()
             response["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                # Nobody is billed for what enters the cache.
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
             response["metrics"] = totals.metrics()
         return response
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = None if body.text is None else body.text.format
+    return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
 
 def _plain(choice: Any) -> Any:

@@ -23,6 +23,8 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     choice = body.tool_choice
+    if body.top_logprobs and not body.wants_logprobs:
+        raise Problem("top_logprobs needs include: ['message.output_text.logprobs']", param="top_logprobs")
     return ChatRequest(
         model=body.model,
         messages=_messages(body),
@@ -77,12 +79,20 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     if not items:
         raise Problem("input is an empty list; send at least one message", param="input")
+    called: set[str | None] = set()
     for place, item in enumerate(items):
         if item.type == "function_call":
             _add_call(messages, item, place)
+            called.add(item.call_id)
         elif item.type == "function_call_output":
             if item.call_id is None or item.output is None:
                 raise Problem(f"input[{place}]: a call's output needs call_id and output", param="input")
+            if item.call_id not in called:
+                raise Problem(
+                    f"input[{place}]: no function_call before it has the call_id {item.call_id[:64]!r}; send that item "
+                    "too, since nothing is kept between requests",
+                    param="input",
+                )
             messages.append(ChatMessage(role="tool", content=_text(item.output, place), tool_call_id=item.call_id))
         else:
             if item.role is None or item.content is None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider import __version__
-from outrider.server.front.problems import Problem
+from outrider.server.front.problems import Problem, unavailable
 from outrider.server.front.service import Service
 from outrider.server.http.answers import json_answer
 from outrider.server.routes.documented import PROBLEMS
@@ -18,9 +18,12 @@ from outrider.server.routes.respond import service_of
 router = APIRouter()
 
 
-@router.get("/health", summary="Is the front end alive?")
+@router.get("/health", responses=PROBLEMS, summary="Is the server alive?")
 async def health(request: Request) -> Response:
-    """Alive even while the model loads; needs no key, and says nothing else."""
+    """Alive even while the model loads, or loads again; needs no key, and says nothing else. Not if the engine hangs
+    and another has not shown life yet: if that lasts, only starting everything again can help."""
+    if service_of(request).supervisor.unresponsive:
+        raise unavailable("the engine has made no progress for too long; it is being replaced")
     return json_answer({"status": "ok"})
 
 
