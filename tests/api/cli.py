@@ -58,6 +58,9 @@ def use_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # It is nobody's target.
     monkeypatch.setattr("outrider.api.cli.chat.packaged_speculations", lambda model: [])
-    for module in ("outrider.engine.build", "outrider.api.llm", "outrider.bench.decode", "outrider.bench.speedup"):
+    modules = ("outrider.engine.build", "outrider.api.llm", "outrider.bench.decode", "outrider.bench.speedup")
+    # All of them first: one that is imported later would take the tiny one for the real one, and keep it.
+    for module in modules:
         __import__(module)
+    for module in modules:
         monkeypatch.setattr(f"{module}.build_engine", build_tiny)

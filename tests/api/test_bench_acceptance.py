@@ -72,6 +72,8 @@ def test_chats_that_do_not_fit_are_said_aloud(bench: Outrider) -> None:
         (("--method", "oracle"), "known methods: ngram, dflash"),
         (("--method", "ngram", "--speculative-config", '{"method": "dflash"}'), "give one"),
         (("--method", "ngram", "--speculative-config", '{"methods": "ngram"}'), "methods"),
+        (("--speculative-config", "[" * 100_000), "is no valid JSON"),
+        (("--method", "ngram", "--speculative-config", '{"draft_vocab_size": 9}'), "leave draft_vocab_size out"),
         (("--method", "ngram", "--temperature", 0), "--no-sampled"),
         (("--method", "draft_model"), "needs 'model'"),
     ],

@@ -85,8 +85,9 @@ def test_prompts_come_from_a_file(tiny: Outrider, tmp_path: Path, name: str, con
     assert [each["prompt"] for each in records(run.out)] == ["one", "two"]
 
 
-def test_a_broken_line_of_a_file_is_named(tiny: Outrider, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
+@pytest.mark.parametrize("line", ['{"text": "two"}', '{"prompt": ' + "[" * 100_000], ids=["no prompt", "too deep"])
+def test_a_broken_line_of_a_file_is_named(line: str, tiny: Outrider, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "one"}}\n{line}\n')
     run = tiny("generate", "--file", tmp_path / "a.jsonl")
     assert run.status == 2
     assert "a.jsonl, line 2" in run.err

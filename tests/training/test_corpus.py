@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +184,8 @@ def test_prompts_are_read_from_lines_plain_or_zipped(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"", "has no prompts"),
         ("a.jsonl", b"{", "line 1 is no JSON"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is no JSON"),
+        ("a.jsonl", b'{"prompt": "a", "category": ' + b"9" * 5000 + b"}", "line 1 is no JSON"),
         ("a.jsonl", b"\n[1]", "line 2 is no JSON object"),
         ("a.jsonl", b'{"turns": []}', 'neither "prompt" nor "turns"'),
         ("a.jsonl.gz", b"not zipped", "cannot be read"),
@@ -193,6 +196,24 @@ def test_broken_prompts_are_refused(name: str, content: bytes, text: str, tmp_pa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=text):
         read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": -1},
+        {"seed": 1 << 63},
+        {"question_temperature": -0.5},
+        {"question_temperature": float("nan")},
+        {"temperatures": ()},
+        {"temperatures": ((float("nan"), 1.0),)},
+        {"temperatures": ((0.5, float("inf")),)},
+        {"invented": 1.5},
+    ],
+)
+def test_settings_of_a_corpus_that_mean_nothing_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        CorpusSettings(output=tmp_path, **changes)
 
 
 # ---- the model card's data section ---------------------------------------------------------------------

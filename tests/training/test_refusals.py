@@ -75,6 +75,8 @@ def test_an_output_that_is_a_file_is_refused(train: Callable[..., Done], tmp_pat
         ("--device", "tpu0", "device 'tpu0' is not known"),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),
         ("--dtype", "int8", "dtype 'int8' is not known"),
+        ("--seed", "-1", "seed must be at least 0 and less than 9,223,372,036,854,775,808, got -1"),
+        ("--seed", str(1 << 63), "seed must be at least 0 and less than 9,223,372,036,854,775,808"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(option: str, value: str, text: str, train: Callable[..., Done]) -> None:
@@ -102,7 +104,14 @@ def test_an_evaluation_of_another_length_is_refused(tmp_path: Path) -> None:
     assert "make it again with --length 48" in refusal(tmp_path, evaluation=tmp_path / "other")
 
 
-@pytest.mark.parametrize(("content", "text"), [("{", "is no readable JSON"), ('["one"]', "a category for each of 4")])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "is no readable JSON"),
+        ("[" * 100_000, "is no readable JSON"),
+        ('["one"]', "a category for each of 4"),
+    ],
+)
 def test_broken_categories_are_refused(content: str, text: str, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 4)
     (tmp_path / "corpus" / "categories.json").write_text(content)
@@ -115,6 +124,27 @@ def test_what_does_not_fit_the_target_or_the_streams_is_refused(tmp_path: Path) 
     assert "is no token of the target" in refusal(tmp_path, mask_token_id=256)
     assert "do not fit into streams of 48 tokens" in refusal(tmp_path, anchors=48)
     assert "cannot fill a batch" in refusal(tmp_path, pool_streams=2)
+
+
+def without_roles(streams: Streams, first: int) -> Streams:
+    """Nothing was sampled by the assistant from this stream on."""
+    roles = streams.roles.copy()
+    roles[first:] = False
+    return Streams(tokens=streams.tokens, roles=roles)
+
+
+def test_streams_that_teach_nothing_are_refused(tmp_path: Path) -> None:
+    """Answers in the streams that are held out help nobody, nor do answers of a single token."""
+    write_shard(tmp_path / "corpus", without_roles(greedy_streams(8), 2))
+    assert "corpus: nothing to learn from" in refusal(tmp_path, holdout=2)
+    train_for(settings_for(tmp_path, steps=1, holdout=1), tiny_target(), report=lambda line: None)
+
+    write_corpus(tmp_path / "other", 4)
+    single = np.zeros((4, 101), dtype=np.bool_)
+    single[:, [0, 1, 7, 100]] = True
+    write_shard(tmp_path / "long", Streams(tokens=np.zeros((4, 101), dtype=np.int64), roles=single))
+    said = refusal(tmp_path, data=(tmp_path / "other",), long_data=(tmp_path / "long",), output=tmp_path / "second")
+    assert "long: nothing to learn from" in said
 
 
 def test_damaged_corpora_are_refused(tmp_path: Path) -> None:
@@ -136,7 +166,7 @@ def test_damaged_corpora_are_refused(tmp_path: Path) -> None:
     assert "does not hold whole numbers" in read()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"source": 3}), json.dumps({"sauce": "x"})])
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]", json.dumps({"source": 3}), json.dumps({"sauce": "x"})])
 def test_a_broken_note_on_the_corpus_is_refused(content: str, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 4)
     (tmp_path / "corpus" / "corpus.json").write_text(content)

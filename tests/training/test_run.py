@@ -35,6 +35,7 @@ from outrider.sampling import SamplingParams
 from outrider.training import checkpoint, export
 from outrider.training.checkpoint import load_state, save_state
 from outrider.training.corpus import Streams, write_shard
+from outrider.training.pooling import StreamSource
 from outrider.training.run import train_for
 from outrider.training.settings import TrainSettings
 
@@ -198,8 +199,63 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
     train_for(settings_for(tmp_path, steps=1, k=2), tiny_target(), report=quiet, fresh=True)
     (tmp_path / "corpus" / "toks_0.npy").unlink()
     write_shard(tmp_path / "corpus", greedy_streams(4))
-    with pytest.raises(ConfigError, match="the same data"):
+    with pytest.raises(ConfigError, match="has 4 streams, but had 8 before: give the run the same data"):
         train_for(settings_for(tmp_path, steps=2, k=2), tiny_target(), report=quiet)
+
+
+def test_streams_of_another_length_are_not_continued_with(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    train_for(settings_for(tmp_path, steps=1), tiny_target(), report=quiet)
+    streams = greedy_streams(8)
+    shorter = Streams(tokens=streams.tokens[:, :40], roles=streams.roles[:, :40])
+    write_shard(tmp_path / "shorter", shorter)
+    with pytest.raises(ConfigError, match="has streams of 40 tokens, but the run to continue had streams of 48"):
+        train_for(settings_for(tmp_path, steps=2, data=(tmp_path / "shorter",)), tiny_target(), report=quiet)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_several_corpora_may_grow_and_every_number_means_the_same_stream(resumed: bool, tmp_path: Path) -> None:
+    """What is held out lies in both corpora, and the first of them grows."""
+    paths = (tmp_path / "one", tmp_path / "two")
+    write_shard(paths[0], greedy_streams(2))
+    write_shard(paths[1], greedy_streams(10, seed=1))
+
+    def source() -> StreamSource:
+        return StreamSource(paths, vocab_size=END + 1, holdout=3, seed=0, watch=True)
+
+    first = source()
+    seen = first.next(4).tolist()
+    before, held_out = first.streams.tokens.copy(), first.held_out.tokens.copy()
+    state = first.state()
+    write_shard(paths[0], greedy_streams(5, seed=2))
+    write_shard(paths[1], greedy_streams(1, seed=3))
+    if resumed:
+        first = source()
+        first.load_state(state)
+    seen += first.next(11).tolist()
+    # Each once, the new ones too, before any comes again.
+    assert sorted(seen) == list(range(3, 18))
+    assert np.array_equal(first.streams.tokens[:12], before)
+    assert np.array_equal(first.held_out.tokens, held_out)
+    # And once more from what is saved now.
+    again = source()
+    again.load_state(first.state())
+    assert np.array_equal(again.streams.tokens, first.streams.tokens)
+    assert again.next(15).tolist() == first.next(15).tolist()
+
+
+def test_a_corpus_that_shrinks_or_is_left_out_is_refused(tmp_path: Path) -> None:
+    paths = (tmp_path / "one", tmp_path / "two")
+    for path in paths:
+        write_shard(path, greedy_streams(4))
+        write_shard(path, greedy_streams(4, seed=1))
+    source = StreamSource(paths, vocab_size=END + 1, holdout=0, seed=0, watch=True)
+    one = StreamSource(paths[:1], vocab_size=END + 1, holdout=0, seed=0, watch=True)
+    with pytest.raises(ConfigError, match="learnt from 2 corpora, 1 are given: give the run the same data"):
+        one.load_state(source.state())
+    (paths[1] / "toks_1.npy").unlink()
+    with pytest.raises(ConfigError, match="two has 4 streams, but had 8 before"):
+        source.next(4)
 
 
 # ---- being killed --------------------------------------------------------------------------------------

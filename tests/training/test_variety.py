@@ -29,6 +29,7 @@ from outrider.errors import ConfigError
 from outrider.sampling import SamplingParams
 from outrider.training.batches import Pool, anchor_weights, eligible_anchors, known_counts, make_batch
 from outrider.training.corpus import Streams, write_shard
+from outrider.training.drafts import choose_tokens
 from outrider.training.head_part import HeadPart
 from outrider.training.loss import HeadLoss
 from outrider.training.pooling import StreamSource, best_and_sure, best_tokens
@@ -232,6 +233,19 @@ def test_smaller_blocks_are_learnt_told_and_used_by_the_engine(tmp_path: Path) -
     LLM.over(engine).generate(prompts, SamplingParams(temperature=0, max_tokens=LENGTH - PROMPT))
     simulated = smaller["categories"]["all"]["mean_acceptance_length"]
     assert engine.speculation.mean_acceptance_length == pytest.approx(simulated, abs=0.3)
+
+
+def test_no_stream_of_any_length_has_the_mask_token(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    free = choose_tokens(settings_for(tmp_path), [greedy_streams(8)], END + 1).mask_token_id
+    long = np.tile(greedy_streams(4).tokens, (1, 2))
+    long[:, 3] = free
+    write_shard(tmp_path / "long", Streams(tokens=long, roles=np.ones_like(long, dtype=np.bool_)))
+    settings = settings_for(tmp_path, long_data=(tmp_path / "long",), steps=1)
+    train_for(settings, tiny_target(), report=quiet)
+    mask = json.loads((settings.output / "config.json").read_text())["dflash_config"]["mask_token_id"]
+    assert mask not in greedy_streams(8).tokens
+    assert mask not in long
 
 
 def test_the_card_tells_of_both_lengths(tmp_path: Path) -> None:

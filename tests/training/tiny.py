@@ -81,7 +81,7 @@ def lanes_of(settings: TrainSettings) -> list[Lane]:
 def plan_of(settings: TrainSettings, lanes: list[Lane], choices: TokenChoices | None = None) -> DraftPlan:
     target = tiny_target()
     if choices is None:
-        choices = choose_tokens(settings, lanes[0].source.streams, target.spec.vocab_size)
+        choices = choose_tokens(settings, [lane.source.streams for lane in lanes], target.spec.vocab_size)
     return make_plan(settings, target, max(lane.context_tokens for lane in lanes), choices)
 
 

@@ -20,12 +20,15 @@ __all__ = ["DrafterSettings", "draft_model_from", "guess_method", "load_drafter"
 def _ngram(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     from outrider.speculative.drafters.ngram import NgramDrafter
 
+    _refuse_meaningless(config, "draft_vocab_size", "pack_weights", "draft_confidence")
+
     return NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
 
 
 def _draft_model(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     if config.model is None:
         raise ConfigError("speculative_config: method 'draft_model' needs 'model': a name or the path of a checkpoint")
+    _refuse_meaningless(config, "draft_vocab_size", "pack_weights")
     progress = settings.progress
     report = None if progress is None else lambda done, total: progress("loading the draft model", done, total)
     model = load_model(
@@ -79,18 +82,30 @@ def _dflash(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
 def _eagle(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     from outrider.speculative.checkpoints.eagle import load_eagle
 
+    _refuse_meaningless(config, "draft_vocab_size")
+
     return load_eagle(_checkpoint(config, settings), settings, version=3 if config.method == "eagle3" else 1)
 
 
 def _mtp(config: SpeculativeConfig, settings: DrafterSettings) -> Drafter:
     from outrider.speculative.checkpoints.mtp import load_mtp
 
+    _refuse_meaningless(config, "draft_vocab_size")
     if config.model is not None:
         raise ConfigError(
             f"speculative_config: method 'mtp' uses the module inside the target's own checkpoint; drop 'model' "
             f"({config.model!r})"
         )
     return load_mtp(settings)
+
+
+def _refuse_meaningless(config: SpeculativeConfig, *names: str) -> None:
+    """What would be wished for in vain; wishing for none of it is fulfilled."""
+    for name in names:
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"speculative_config: {name} is {value!r}, which method {config.method!r} cannot do; leave {name} out"
+            )
 
 
 def _checkpoint(config: SpeculativeConfig, settings: DrafterSettings) -> str:

@@ -11,7 +11,7 @@ import torch
 from outrider.errors import ConfigError
 
 STATE_FILE = "training-state.pt"
-FORMAT = 2
+FORMAT = 3
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def read_note(corpus: Path) -> CorpusNote:
         return CorpusNote()
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{path} is no readable JSON: {problem}") from None
     names = CorpusNote.__dataclass_fields__
     if not isinstance(fields, dict) or not all(

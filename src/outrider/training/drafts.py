@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,11 @@ class TokenChoices:
         return cls(mask_token_id=state["mask_token_id"], kept=None if kept is None else tuple(kept.tolist()))
 
 
-def choose_tokens(settings: TrainSettings, streams: Streams, vocab_size: int) -> TokenChoices:
+def choose_tokens(settings: TrainSettings, lengths: Sequence[Streams], vocab_size: int) -> TokenChoices:
+    """From streams of every length, the usual ones first."""
     if settings.method == "dflash":
-        return TokenChoices(mask_token_id=_mask_token(settings, streams, vocab_size), kept=None)
-    return TokenChoices(mask_token_id=None, kept=_draft_vocabulary(settings, streams, vocab_size))
+        return TokenChoices(mask_token_id=_mask_token(settings, lengths, vocab_size), kept=None)
+    return TokenChoices(mask_token_id=None, kept=_draft_vocabulary(settings, lengths[0], vocab_size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,13 +98,13 @@ def _network(settings: TrainSettings, target: Target, length: int, taps: int, ch
     return DFlashNetwork(spec, shape, length=length, block_size=settings.block_size, mask_row=target.embed(mask_id)[0])
 
 
-def _mask_token(settings: TrainSettings, streams: Streams, vocab_size: int) -> int:
+def _mask_token(settings: TrainSettings, lengths: Sequence[Streams], vocab_size: int) -> int:
     given = settings.mask_token_id
     if given is not None:
         if not 0 <= given < vocab_size:
             raise ConfigError(f"mask_token_id {given} is no token of the target, which knows {vocab_size}")
         return given
-    used = np.bincount(streams.tokens.ravel(), minlength=vocab_size)
+    used = sum(np.bincount(streams.tokens.ravel(), minlength=vocab_size) for streams in lengths)
     # The lowest of the rarest: in most vocabularies a special token that conversations never use.
     return int(np.argmin(used))
 

@@ -36,7 +36,7 @@ def read_evaluation(path: Path, *, vocab_size: int, length: int) -> tuple[Stream
     names = path / CATEGORIES_FILE
     try:
         categories = json.loads(names.read_text(encoding="utf-8")) if names.is_file() else ["all"] * len(streams)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{names} is no readable JSON: {problem}") from None
     if not isinstance(categories, list) or len(categories) != len(streams):
         raise ConfigError(f"{names} must list a category for each of {len(streams)} streams")

@@ -37,6 +37,12 @@ class Lane:
         for k in settings.draft_counts:
             if (anchors := settings.anchors_for(k, shape.anchors)) >= self.length:
                 raise ConfigError(f"{anchors} anchors do not fit into streams of {self.length} tokens")
+        roles = source.trained.roles
+        if not (roles[:, 1:-1] & roles[:, 2:]).any():
+            raise ConfigError(
+                f"{', '.join(map(str, source.paths))}: nothing to learn from, for nowhere in the streams that are not "
+                "held out did the assistant sample two tokens in a row"
+            )
         if shape.pool_streams < shape.batch_streams:
             raise ConfigError(f"a pool of {shape.pool_streams} cannot fill a batch of {shape.batch_streams}")
         self.members = np.empty(0, dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from outrider.training.corpus import NOTE_FILE, CorpusNote, Streams, write_note,
 from outrider.training.evaluate import CATEGORIES_FILE
 from outrider.training.generate import Conversation, Lockstep, Opening, generate_corpus
 from outrider.training.prompts import ChatText, PromptLine
+from outrider.training.settings import SEEDS
 from outrider.training.target import Target
 
 Report = Callable[[str], None]
@@ -48,8 +50,14 @@ class CorpusSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
-        if not self.temperatures or any(heat < 0 or share <= 0 for heat, share in self.temperatures):
+        if not self.temperatures or any(
+            not (0 <= heat < math.inf and 0 < share < math.inf) for heat, share in self.temperatures
+        ):
             raise ConfigError("temperatures are pairs of a temperature of at least 0 and a share of more than 0")
+        if not 0 <= self.question_temperature < math.inf:
+            raise ConfigError(f"question_temperature must be at least 0, got {self.question_temperature}")
+        if not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"seed must be at least 0 and less than {SEEDS:,}, got {self.seed:,}")
         if not 0.0 <= self.invented <= 1.0:
             raise ConfigError(f"invented is a share between 0 and 1, got {self.invented}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,27 @@ ARGMAX_ROWS = 8192
 FIRST_TOKENS = 8
 
 
+class Piece(NamedTuple):
+    """Streams [start, stop) of one corpus."""
+
+    corpus: int
+    start: int
+    stop: int
+
+
 class StreamSource:
-    """Streams of several corpora, each once per epoch, in an order that a seed fixes."""
+    """Streams of several corpora, each once per epoch, in an order that a seed fixes.
+
+    They are numbered as they came: what a corpus is given later lies behind everything that was there before, so that
+    numbers of streams, those that are held out first of all, mean the same for the whole run.
+    """
 
     def __init__(self, paths: Sequence[Path], *, vocab_size: int, holdout: int, seed: int, watch: bool) -> None:
         self.paths, self.vocab_size, self.watch = tuple(paths), vocab_size, watch
         self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._pieces: list[Piece] = []
         self._counts = self._count()
         self.streams = self._read()
-        # The first ones: data that is added later does not move them.
         self._first = min(holdout, len(self.streams) // 4)
         self._order = np.empty(0, dtype=np.int64)
         self.epoch = 0
@@ -45,21 +57,42 @@ class StreamSource:
         return tuple(count_files(path) if path.exists() else 0 for path in self.paths)
 
     def _read(self) -> Streams:
-        present = [path for path, count in zip(self.paths, self._counts, strict=True) if count or not self.watch]
-        if not present:
+        """The pieces that are known, and behind them whatever is there beyond them."""
+        parts = {
+            number: read_corpus(path, vocab_size=self.vocab_size)
+            for number, (path, count) in enumerate(zip(self.paths, self._counts, strict=True))
+            if count or not self.watch
+        }
+        if not parts:
             raise ConfigError(f"{', '.join(str(path) for path in self.paths)}: no streams yet")
-        parts = [read_corpus(path, vocab_size=self.vocab_size) for path in present]
-        if len({part.tokens.shape[1] for part in parts}) > 1:
+        if len({part.tokens.shape[1] for part in parts.values()}) > 1:
             raise ConfigError("the corpora have streams of different lengths; train on one length at a time")
+        for number, known in enumerate(self._known()):
+            there = len(parts[number]) if number in parts else 0
+            if there < known:
+                raise ConfigError(
+                    f"{self.paths[number]} has {there} streams, but had {known} before: "
+                    "give the run the same data, or begin anew with --fresh"
+                )
+            if there > known:
+                self._pieces.append(Piece(number, known, there))
+        taken = [parts[piece.corpus][slice(piece.start, piece.stop)] for piece in self._pieces]
         return Streams(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            roles=np.concatenate([part.roles for part in parts]),
+            tokens=np.concatenate([part.tokens for part in taken]), roles=np.concatenate([part.roles for part in taken])
         )
+
+    def _known(self) -> list[int]:
+        """How many streams of each corpus have a number."""
+        return [
+            max((piece.stop for piece in self._pieces if piece.corpus == number), default=0)
+            for number in range(len(self.paths))
+        ]
 
     def next(self, count: int) -> npt.NDArray[np.int64]:
         """Indices of the next streams; at the end of an epoch the rest and the beginning of the next."""
         if self.watch and (counts := self._count()) != self._counts:
-            self._grow(counts)
+            self._counts = counts
+            self._grow(len(self.streams))
         while len(self._order) < count:
             fresh = self._generator.permutation(np.arange(self._first, len(self.streams)))
             self._order = np.concatenate([self._order, fresh])
@@ -67,15 +100,12 @@ class StreamSource:
         taken, self._order = self._order[:count], self._order[count:]
         return taken
 
-    def _grow(self, counts: tuple[int, ...]) -> None:
+    def _grow(self, before: int) -> None:
         """What is new comes with the rest of the epoch, before anything is seen again."""
-        before = len(self.streams)
-        self._counts = counts
         self.streams = self._read()
-        new = np.arange(before, len(self.streams))
-        # Where several corpora grow, what is new does not lie at the end: the epoch begins anew.
-        rest = np.concatenate([self._order, new]) if len(self.paths) == 1 else np.empty(0, dtype=np.int64)
-        self._order = self._generator.permutation(rest)
+        if len(self.streams) > before:
+            new = np.arange(before, len(self.streams))
+            self._order = self._generator.permutation(np.concatenate([self._order, new]))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -83,20 +113,32 @@ class StreamSource:
             "generator": self._generator.bit_generator.state,
             "epoch": self.epoch,
             "held_out": self._first,
-            "streams": len(self.streams),
+            "pieces": [list(piece) for piece in self._pieces],
+            "length": self.streams.tokens.shape[1],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if len(self.streams) < state["streams"]:
+        length, wanted = self.streams.tokens.shape[1], state["length"]
+        if length != wanted:
             raise ConfigError(
-                f"the data has {len(self.streams)} streams, but the run to continue had {state['streams']}: "
-                "give it the same data, or begin anew with --fresh"
+                f"{self.paths[0]} has streams of {length} tokens, but the run to continue had streams of {wanted}: "
+                "give the run the same data, or begin anew with --fresh"
+            )
+        pieces = [Piece(*piece) for piece in state["pieces"]]
+        corpora = 1 + max(piece.corpus for piece in pieces)
+        if corpora > len(self.paths):
+            raise ConfigError(
+                f"the run to continue learnt from {corpora} corpora, {len(self.paths)} are given: "
+                "give the run the same data, or begin anew with --fresh"
             )
         # A larger corpus would have more held out by now, some of which was trained on.
         self._first = state["held_out"]
         self._order = np.array(state["order"], dtype=np.int64)
         self._generator.bit_generator.state = state["generator"]
         self.epoch = state["epoch"]
+        if pieces != self._pieces:
+            self._pieces = pieces
+            self._grow(sum(piece.stop - piece.start for piece in pieces))
 
 
 def wide_logits(rows: Tensor, head: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 def _line(path: Path, number: int, line: str) -> PromptLine:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{path}, line {number} is no JSON: {problem}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}, line {number} is no JSON object")

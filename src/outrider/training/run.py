@@ -98,7 +98,7 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     if initial is not None:
         choices = initial.choices
     elif state is None:
-        choices = choose_tokens(settings, source.streams, vocab_size)
+        choices = choose_tokens(settings, [lane.source.streams for lane in lanes], vocab_size)
     else:
         choices = TokenChoices.from_state(state["choices"])
         refuse_other_run(state["identity"], identity(settings, target, choices), settings.output)

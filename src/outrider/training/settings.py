@@ -11,6 +11,7 @@ METHODS = ("dflash", "eagle3")
 OPTIMISERS = ("muon", "adamw")
 ATTENTIONS = ("auto", "flex", "sdpa")
 WEIGHTINGS = ("decay", "dpace")
+SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +104,11 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
-        for name in ("holdout", "warmup_steps", "weight_decay", "seed", "evaluate_every_s", "save_every_s"):
+        for name in ("holdout", "warmup_steps", "weight_decay", "evaluate_every_s", "save_every_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"seed must be at least 0 and less than {SEEDS:,}, got {self.seed:,}")
         for name in ("distil", "long_share", "smaller_share"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is a share between 0 and 1, got {getattr(self, name)}")

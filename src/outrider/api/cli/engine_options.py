@@ -176,7 +176,7 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"--speculative-config is no valid JSON ({problem}); write '{SPECULATIVE_EXAMPLE}'") from None
     if not isinstance(value, dict):
         raise ConfigError(f"--speculative-config must be a JSON object such as '{SPECULATIVE_EXAMPLE}', got {text}")

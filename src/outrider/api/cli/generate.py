@@ -131,7 +131,7 @@ def _prompts_of_file(file: str) -> list[str]:
 def _prompt_of_json(line: str) -> str | None:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     prompt = value.get("prompt") if isinstance(value, dict) else None
     return prompt if isinstance(prompt, str) and prompt.strip() else None

@@ -214,6 +214,11 @@ def _load(opened: OpenedDrafter, spec: DFlashSpec, settings: DrafterSettings) ->
         frequent = read_frequent(files.path, settings)
         if frequent is not None:
             head, vocabulary = limit_to(frequent, head, settings)
+    elif settings.draft_vocab_size:
+        raise ConfigError(
+            f"speculative_config: draft_vocab_size is {settings.draft_vocab_size}, but {files.path} has a head of its "
+            "own, which has chosen its tokens; leave draft_vocab_size out"
+        )
     parameters = DFlashParameters(
         body=DecoderParameters(
             embedding=fit.embedding_of(filled, settings),

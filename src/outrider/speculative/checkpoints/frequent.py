@@ -41,8 +41,8 @@ def read_frequent(directory: Path, settings: DrafterSettings) -> Tensor | None:
         )
     try:
         tokens = json.loads(path.read_bytes())
-    except ValueError as problem:
-        raise ModelError(f"{path} is no valid JSON ({problem}); remove it or replace it") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ModelError(f"{path} is no readable JSON ({problem}); remove it or replace it") from None
     if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
         raise ModelError(f"{path} must be a list of token ids, the most frequent first; remove it or replace it")
     if len(set(tokens)) != len(tokens) or min(tokens) < 0 or max(tokens) >= vocab_size:
