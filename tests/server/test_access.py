@@ -46,7 +46,13 @@ def test_a_key_is_needed_on_every_route_but_health(guarded: RunningServer) -> No
     assert len(known) > 10
     for key in (None, "wrong", API_KEY[:-1], API_KEY + "x", ADMIN_KEY):
         http = guarded.http(key)
-        for method, path in [*known, ("GET", "/openapi.json"), ("GET", "/"), ("GET", "/nowhere"), ("GET", "//health")]:
+        for method, path in [
+            *known,
+            ("GET", "/openapi.json"),
+            ("GET", "/page/x"),
+            ("GET", "/nowhere"),
+            ("GET", "//health"),
+        ]:
             if path.startswith("/admin/"):
                 continue
             answer = http.request(method, path)

@@ -223,6 +223,8 @@ class GroupPageCounts(Record, frozen=True, kw_only=True):
 
 
 class RecentHit(Record, frozen=True, kw_only=True):
+    number: int
+    """Requests that began since the engine started: who watches can tell new ones from those already seen."""
     age_s: float
     prompt_tokens: int
     cached_tokens: int

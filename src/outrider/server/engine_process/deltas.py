@@ -23,6 +23,8 @@ class RequestReporter:
         self.last_tokens_s: float | None = None
         """When a step last yielded tokens for it."""
         self.tokens_seen = 0
+        self.hit_noted = False
+        """Whoever watches the cache has been told what it gave to this request."""
         self._cursors = [_Cursor(continuation) for continuation in output.outputs]
 
     def count_new_tokens(self) -> int:

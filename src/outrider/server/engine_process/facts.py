@@ -67,14 +67,19 @@ class RecentHits:
     """What the prefix cache gave to the latest requests."""
 
     def __init__(self, most: int = 32) -> None:
-        self._hits: deque[tuple[float, int, int]] = deque(maxlen=most)
+        self._hits: deque[tuple[int, float, int, int]] = deque(maxlen=most)
+        self._count = 0
 
     def note(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self._hits.appendleft((time.monotonic(), prompt_tokens, cached_tokens))
+        self._count += 1
+        self._hits.appendleft((self._count, time.monotonic(), prompt_tokens, cached_tokens))
 
     def listed(self) -> list[RecentHit]:
         now = time.monotonic()
-        return [RecentHit(age_s=now - at, prompt_tokens=asked, cached_tokens=hit) for at, asked, hit in self._hits]
+        return [
+            RecentHit(number=number, age_s=now - at, prompt_tokens=asked, cached_tokens=hit)
+            for number, at, asked, hit in self._hits
+        ]
 
 
 def pages_of(engine: Engine, call: int, hits: RecentHits) -> Pages:

@@ -137,11 +137,13 @@ class EngineLoop:
             deltas += reporter.deltas()
             if reporter.output.finished:
                 del self._reporters[name]
-                self._hits.note(len(reporter.output.prompt_token_ids), reporter.output.metrics.cached_tokens)
         if deltas or now - self._reported_s > REPORT_INTERVAL_S:
             self._report(deltas, now)
 
     def _note(self, reporter: RequestReporter, now: float) -> None:
+        if not reporter.hit_noted and reporter.output.metrics.scheduled_s is not None:
+            reporter.hit_noted = True
+            self._hits.note(len(reporter.output.prompt_token_ids), reporter.output.metrics.cached_tokens)
         new = reporter.count_new_tokens()
         if not new:
             return

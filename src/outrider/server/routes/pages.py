@@ -79,6 +79,7 @@ def _told(pages: Pages) -> dict[str, Any]:
         ],
         "recent_hits": [
             {
+                "number": hit.number,
                 "age_s": round(hit.age_s, 3),
                 "prompt_tokens": hit.prompt_tokens,
                 "cached_tokens": hit.cached_tokens,
