@@ -172,7 +172,7 @@ def test_the_map_shows_pages_being_taken_and_cached_and_found_again(opened: Open
     expect(page.locator("#arenas canvas").first).to_have_attribute("data-runs", re.compile("^1k"))
     before, cached = painted(page), count(page, "cached")
     requests = page.locator("#hits li").count()
-    opened.ask("Explain in detail how a canal lock works, and why it needs no pumps.", temperature=0, max_tokens=160)
+    opened.ask("Explain in detail how a canal lock works, and why it needs no pumps.", temperature=0, max_tokens=400)
     page.wait_for_function("() => /[hx]/.test(document.querySelector('#arenas canvas').dataset.runs)")
     assert painted(page) != before
     # A hit is told while its request is still being written.
@@ -188,6 +188,34 @@ def test_the_map_shows_pages_being_taken_and_cached_and_found_again(opened: Open
     found = re.match(r"(\d+) of (\d+) tokens", page.locator("#hits li").first.locator("span").first.inner_text())
     assert found is not None
     assert int(found[1]) > 32
+
+
+def test_a_map_of_very_many_pages_keeps_its_size_and_shows_the_busiest(opened: Opened) -> None:
+    shown = opened.page.evaluate(
+        """async () => {
+            const { PageMap, spelt } = await import("/page/page_map.js");
+            const names = { k: "sink", f: "free", c: "cached", h: "held" };
+            const canvas = document.getElementById("arenas").appendChild(document.createElement("canvas"));
+            canvas.style.display = "block";
+            canvas.style.width = "360px";
+            const map = new PageMap(canvas, names);
+            const looks = [];
+            for (const runs of ["1k199999f", "1k99999f1h99999f", "1k99998f1c1h99999f"]) {
+                map.show(spelt(runs));
+                looks.push({ height: canvas.clientHeight, picture: canvas.toDataURL(), states: map.cells.join("") });
+            }
+            map.close();
+            canvas.remove();
+            return { looks, perCell: map.perCell };
+        }"""
+    )
+    empty, one_held, cached_beside = shown["looks"]
+    assert shown["perCell"] > 10
+    assert 50 < empty["height"] <= 100
+    assert {look["height"] for look in shown["looks"]} == {empty["height"]}
+    assert one_held["states"].count("h") == 1
+    assert one_held["picture"] != empty["picture"]
+    assert cached_beside["states"] == one_held["states"]
 
 
 def running(server: RunningServer) -> float:
@@ -292,7 +320,7 @@ def test_nothing_moves_while_an_answer_is_written(browser: Browser, server: Runn
     opened.ask(QUESTIONS[0], temperature=0, max_tokens=160)
     opened.wait_answered()
     before = [page.locator(name).bounding_box() for name in fixed]
-    opened.ask("Which of them matters most with children?", max_tokens=60)
+    opened.ask("Which of them matters most with children?", max_tokens=200)
     # Half-way, so that pages are held and hits are fresh.
     expect(page.locator(".assistant").nth(1).locator(".token").nth(20)).to_be_attached()
     page.wait_for_function("() => /[hx]/.test(document.querySelector('#arenas canvas').dataset.runs)")

@@ -193,6 +193,23 @@ def test_pages_of_the_cache_can_be_watched(guarded: RunningServer) -> None:
     assert http.get("/kv/stream?interval_ms=1").status_code == 400
 
 
+def test_a_hit_is_told_as_soon_as_its_request_has_begun(guarded: RunningServer) -> None:
+    http, client = guarded.http(API_KEY), guarded.openai(API_KEY)
+    cached(guarded, API_KEY, "whoever was here last")
+    last = http.get("/kv").json()["recent_hits"][0]["number"]
+    options = {"model": client.models.list().data[0].id, "prompt": "Once", "max_tokens": 400, "temperature": 1.0}
+    with client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        # The look at the pages may be as old as the shortest interval.
+        wait_until(lambda: http.get("/kv").json()["recent_hits"][0]["number"] > last)
+        told = http.get("/kv").json()
+        assert told["recent_hits"][0]["number"] == last + 1
+        assert told["groups"][0]["held"] > 0, "it has ended"
+    assert [hit["number"] for hit in told["recent_hits"]] == list(
+        range(last + 1, last + 1 - len(told["recent_hits"]), -1)
+    )
+
+
 def total_of(runs: str) -> int:
     digits, total = "", 0
     for character in runs:
