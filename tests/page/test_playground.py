@@ -20,8 +20,8 @@ KEY = "key-of-a-person"
 DFLASH = '{"method": "dflash"}'
 QUESTIONS = ("Give me five tips for a first visit to a large museum.", "Write a short poem about snow.")
 NO_END = "Write a very long story about a lighthouse keeper and her two brothers."
-ANSWER_LIMIT_MS = 120_000
-expect.set_options(timeout=30_000)
+ANSWER_LIMIT_MS = 180_000
+expect.set_options(timeout=ANSWER_LIMIT_MS)
 
 
 def start(*options: str) -> RunningServer:
@@ -57,6 +57,7 @@ class Opened:
 
     def __init__(self, browser: Browser, url: str, **options: Any) -> None:
         context = browser.new_context(viewport={"width": 1360, "height": 960}, **options)
+        context.set_default_timeout(ANSWER_LIMIT_MS)
         self.page: Page = context.new_page()
         self.complaints: list[str] = []
         self.elsewhere: list[str] = []
