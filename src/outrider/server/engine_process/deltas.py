@@ -16,8 +16,9 @@ from outrider.server.messages import Delta, Ending, Scored, SpeculationFigures
 class RequestReporter:
     """One request, as long as it runs."""
 
-    def __init__(self, output: RequestOutput, *, arrival_s: float, stream: bool) -> None:
+    def __init__(self, output: RequestOutput, *, arrival_s: float, stream: bool, tenant: str = "") -> None:
         self.output = output
+        self.tenant = tenant
         self.arrival_s = arrival_s
         self.stream = stream
         self.last_tokens_s: float | None = None
