@@ -1,7 +1,10 @@
 // One answer: its tokens, each marked by where it came from, and its figures while it is written and after.
+// Taking a token and showing it are apart: however fast tokens come, the browser lays out as often as it can.
 
 const ORIGINS = { accepted: "accepted draft", corrected: "corrected", bonus: "bonus", plain: "plain" };
-const REASONS = { stop: "", length: "cut at the most tokens", abort: "stopped" };
+const REASONS = { stop: "", length: "ended by max tokens", abort: "stopped" };
+// A browser lays a block out anew whenever something is added to it. Long answers are several blocks.
+const BLOCK_TOKENS = 64;
 
 export class Answer {
   constructor(element) {
@@ -14,8 +17,10 @@ export class Answer {
     this.begun = performance.now();
     this.firstToken = null;
     this.lastToken = null;
+    this.pending = [];
     this.body = element.appendChild(document.createElement("div"));
     this.body.className = "text";
+    this.block = null;
     this.summary = element.appendChild(document.createElement("div"));
     this.summary.className = "summary";
   }
@@ -36,17 +41,25 @@ export class Answer {
       this.lastToken = performance.now();
       this.firstToken ??= this.lastToken;
     }
-    const added = document.createDocumentFragment();
-    for (const token of tokens) {
-      this.counts[token.origin] += 1;
-      const span = document.createElement("span");
-      span.className = `token ${token.origin}`;
-      span.textContent = token.text;
-      span.title = `${ORIGINS[token.origin]} · token ${token.id}`;
-      added.append(span);
+    for (const token of tokens) this.counts[token.origin] += 1;
+    if (tokens.length) this.pending.push(...tokens);
+    else if (content) this.pending.push({ text: content });
+  }
+
+  /** Shows what has been taken since the last time. */
+  paint() {
+    for (const { text, origin, id } of this.pending) {
+      this.block ??= this.body.appendChild(document.createElement("div"));
+      const span = this.block.appendChild(document.createElement("span"));
+      span.textContent = text;
+      if (origin) {
+        span.className = `token ${origin}`;
+        span.title = `${ORIGINS[origin]} · token ${id}`;
+      }
+      // A block that ends with a newline looks, and is copied, as if the next one went on in it.
+      if (this.block.childElementCount >= BLOCK_TOKENS && text.endsWith("\n")) this.block = null;
     }
-    if (!tokens.length && content) added.append(content);
-    this.body.append(added);
+    this.pending = [];
   }
 
   get tokens() {
@@ -72,6 +85,7 @@ export class Answer {
 
   /** The line below the answer. `reason`: why it ended, where the server did not say. */
   end(reason) {
+    this.paint();
     const drafted = this.told?.speculative_decoding;
     const parts = [
       [String(this.tokens), this.tokens === 1 ? "token" : "tokens"],

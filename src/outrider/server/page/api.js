@@ -15,17 +15,19 @@ export function storedKey() {
 export function storeKey(key) {
   remembered = key;
   try {
-    sessionStorage.setItem(KEY, key);
+    if (key) sessionStorage.setItem(KEY, key);
+    else sessionStorage.removeItem(KEY);
   } catch {
     // Remembered above.
   }
 }
 
-/** What went wrong, as a sentence for a person; `status` is HTTP's, or 0 if there was no answer. */
+/** What went wrong, as a sentence for a person; `status` is HTTP's, or 0 if there was no answer. `code`: the server's. */
 export class ServerProblem extends Error {
-  constructor(message, status) {
+  constructor(message, status, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -51,17 +53,21 @@ export async function ask(path, { body, signal } = {}) {
     if (key && !/^[\x21-\x7e]+$/.test(key)) throw new ServerProblem("The API key has characters that no key can have.", 401);
     throw new ServerProblem(GONE, 0);
   }
-  if (!answer.ok) throw new ServerProblem(await inWords(answer), answer.status);
+  if (!answer.ok) throw await problemOf(answer);
   return answer;
 }
 
-async function inWords(answer) {
-  let said = "";
+async function problemOf(answer) {
+  let error = {};
   try {
-    said = (await answer.json()).error.message;
+    error = (await answer.json()).error ?? {};
   } catch {
     // Not ours: a proxy's page, perhaps.
   }
+  return new ServerProblem(inWords(answer, String(error.message ?? "")), answer.status, error.code);
+}
+
+function inWords(answer, said) {
   const wait = Number(answer.headers.get("Retry-After"));
   const again = wait > 0 ? ` Try again in ${wait === 1 ? "a second" : `${wait} seconds`}.` : "";
   switch (answer.status) {
@@ -89,6 +95,7 @@ export async function* events(answer, signal) {
       while ((end = buffer.indexOf("\n\n")) >= 0) {
         const data = buffer.slice(0, end).split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
         buffer = buffer.slice(end + 2);
+        if (!data) continue; // A comment, with which proxies keep a connection open.
         if (data === "[DONE]") return;
         const told = JSON.parse(data);
         if (told.error) throw new ServerProblem(sentence(told.error.message), 200);

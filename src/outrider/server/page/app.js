@@ -6,6 +6,9 @@ import { KvView } from "./kv_view.js";
 
 const RETRY_MS = 2000;
 const WATCH_MS = 250;
+const PAINT_MS = 30;
+// Of the time of a long answer, at most a quarter goes into laying it out.
+const PAUSE_PER_PAINT = 3;
 const at = (name) => document.getElementById(name);
 
 // ---- the server, and its pages ----------------------------------------------------------------------
@@ -17,6 +20,7 @@ function tellServer(text, state) {
   at("server").className = `server ${state}`;
   if (at("server-text").textContent !== text) at("server-text").textContent = text;
   at("kv-state").textContent = state === "good" ? "live" : "not live";
+  at("kv").classList.toggle("stale", state !== "good");
 }
 
 /** Watches until told to stop; a server that is gone or starting is tried again. */
@@ -33,7 +37,7 @@ async function watch() {
         tellServer("connected", "good");
         kv.show(told);
       }
-      tellServer("The server is ending.", "bad");
+      tellServer("server ending", "bad");
     } catch (error) {
       if (signal.aborted) return;
       const words = { 0: "server gone", 401: storedKey() ? "API key wrong" : "API key needed", 503: "server not ready" };
@@ -41,7 +45,7 @@ async function watch() {
       tellServer(words[status] ?? "no view of the cache", "bad");
       at("server").title = error.message;
       if (status === 401) {
-        tellProblem(error.message);
+        askForKey(error.message);
         return; // Until another key is entered.
       }
     }
@@ -52,7 +56,16 @@ async function watch() {
 function tellModel(card) {
   const drafting = card.drafter ? `${card.drafter} drafts up to ${card.num_speculative_tokens} tokens` : "no speculation";
   at("model").textContent = `${card.id} · ${drafting} · ${card.max_model_len.toLocaleString("en")} tokens of context`;
+  at("model").title = at("model").textContent;
   at("server").title = "";
+  at("speculate").disabled = !card.drafter;
+  at("speculate").parentElement.title = card.drafter ? "" : "This server has no drafter";
+}
+
+function askForKey(text) {
+  tellProblem(text);
+  at("key").setAttribute("aria-invalid", "true");
+  at("key").focus();
 }
 
 // A page that nobody sees asks for nothing.
@@ -62,7 +75,11 @@ document.addEventListener("visibilitychange", () => (document.hidden ? watching?
 
 const conversation = [];
 const welcome = at("welcome");
+// Where there is a touch screen, focus brings up a keyboard that hides half the page.
+const hasKeyboard = matchMedia("(pointer: fine)").matches;
 let running = null;
+let painting = null;
+let pause = PAINT_MS;
 
 function tellProblem(text) {
   at("problem").textContent = text;
@@ -123,10 +140,8 @@ async function send() {
   try {
     const stream = await ask("v1/chat/completions", { body: requestBody(), signal: mine.signal });
     for await (const chunk of events(stream, mine.signal)) {
-      const atEnd = isAtEnd();
       answer.take(chunk);
-      tellLive(answer, "writing");
-      follow(atEnd);
+      painting ??= setTimeout(paint, pause, answer);
     }
     if (answer.finish === null) throw new ServerProblem("The answer broke off before its end.", 0);
     ended(answer);
@@ -134,11 +149,24 @@ async function send() {
     // After a reset there is nothing left to end.
     if (answer.element.isConnected) failed(answer, asked, text, error, mine.signal);
   } finally {
+    clearTimeout(painting);
+    painting = null;
+    pause = PAINT_MS;
     if (running === mine) {
       running = null;
       setRunning(false);
     }
   }
+}
+
+function paint(answer) {
+  painting = null;
+  const begun = performance.now();
+  const atEnd = isAtEnd();
+  answer.paint();
+  tellLive(answer, "writing");
+  follow(atEnd);
+  pause = Math.max(PAINT_MS, PAUSE_PER_PAINT * (performance.now() - begun));
 }
 
 function ended(answer, reason) {
@@ -151,7 +179,7 @@ function ended(answer, reason) {
 }
 
 function failed(answer, asked, text, error, signal) {
-  if (!signal.aborted) tellProblem(error instanceof ServerProblem ? error.message : `The page failed: ${error.message}`);
+  if (!signal.aborted) tellFailure(error);
   if (answer.text) {
     ended(answer, signal.aborted ? "stopped" : "broken off");
     return;
@@ -164,10 +192,18 @@ function failed(answer, asked, text, error, signal) {
   at("live-state").textContent = "";
 }
 
+function tellFailure(error) {
+  if (!(error instanceof ServerProblem)) tellProblem(`The page failed: ${error.message}`);
+  else if (error.status === 401) askForKey(error.message);
+  else tellProblem(error.code === "context_length_exceeded" && conversation.length > 1 ? `${error.message} Or begin a new chat.` : error.message);
+}
+
 function setRunning(is) {
+  // A button that is switched off loses the focus; whoever is typing elsewhere keeps it.
+  const free = at("composer").contains(document.activeElement) || document.activeElement === document.body;
   at("send").disabled = is;
   at("stop").disabled = !is;
-  if (!is) at("prompt").focus({ preventScroll: true });
+  if (!is && free && hasKeyboard) at("prompt").focus({ preventScroll: true });
 }
 
 function tellLive(answer, state) {
@@ -176,6 +212,7 @@ function tellLive(answer, state) {
   at("live-rate").textContent = shown(answer.tokensPerSecond, 1);
   at("live-first").textContent = seconds(answer.firstTokenSeconds);
   at("live-tokens").textContent = String(answer.tokens);
+  for (const [origin, count] of Object.entries(answer.counts)) at(`count-${origin}`).textContent = String(count);
 }
 
 function isAtEnd() {
@@ -193,6 +230,7 @@ function reset() {
   conversation.length = 0;
   at("log").replaceChildren(welcome);
   for (const name of ["live-acceptance", "live-rate", "live-first", "live-tokens"]) at(name).textContent = "–";
+  for (const origin of ["accepted", "corrected", "bonus", "plain"]) at(`count-${origin}`).textContent = "";
   at("live-state").textContent = "";
   tellProblem("");
   at("prompt").focus();
@@ -215,14 +253,21 @@ document.addEventListener("keydown", (event) => {
 });
 at("stop").addEventListener("click", () => running?.abort());
 at("reset").addEventListener("click", reset);
+for (const example of document.querySelectorAll(".examples button")) {
+  example.addEventListener("click", () => {
+    at("prompt").value = example.textContent;
+    send();
+  });
+}
 at("colours").addEventListener("change", (event) => at("log").classList.toggle("coloured", event.target.checked));
 at("key").addEventListener("change", (event) => {
   storeKey(event.target.value.trim());
+  at("key").removeAttribute("aria-invalid");
   tellProblem("");
   watch();
 });
 
 at("key").value = storedKey();
 at("log").classList.toggle("coloured", at("colours").checked);
-at("prompt").focus();
+if (hasKeyboard) at("prompt").focus();
 watch();

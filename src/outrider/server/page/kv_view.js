@@ -70,6 +70,7 @@ export class KvView {
       name.title = `${arena.pages.toLocaleString("en")} pages of ${Math.round(arena.page_bytes / 1024)} KiB; ${groups.map((group) => `${group.page_tokens} tokens of ${group.name}`).join(", ")} in each`;
       const figures = line.appendChild(document.createElement("span"));
       figures.className = "note";
+      figures.title = "held: by requests now; published: a prompt may find them";
       const canvas = box.appendChild(document.createElement("canvas"));
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `Map of ${arena.pages} pages: ${name.textContent}. The counts are listed below.`);
@@ -83,7 +84,7 @@ export class KvView {
     if (newest < this.latest) this.latest = 0;
     const asked = sum(hits, "prompt_tokens");
     const given = sum(hits, "cached_tokens");
-    this.hitSum.textContent = asked ? `${Math.round((100 * given) / asked)} % of the latest ${asked.toLocaleString("en")} prompt tokens` : "no request yet";
+    this.hitSum.textContent = asked ? `${Math.round((100 * given) / asked)} % of ${asked.toLocaleString("en")} prompt tokens` : "no request yet";
     const entries = hits.map((hit) => {
       const entry = document.createElement("li");
       if (hit.number > this.latest && this.latest > 0) entry.className = "new";

@@ -1,7 +1,7 @@
 // One arena as squares on a canvas. The canvas keeps its size; with more pages than fit, a square stands for several
 // neighbours and shows the busiest of them. Only squares that change are painted.
 
-const HEIGHT = 100;
+const HEIGHT = 74;
 const SMALLEST = 3;
 const LARGEST = 14;
 const FLASH_MS = 900;
