@@ -26,6 +26,7 @@ def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, g
         expect(problem).to_contain_text("wants an API key")
         expect(page.locator("#server-text")).to_have_text("API key needed")
         expect(page.locator("#key")).to_be_focused()
+        expect(page.locator("#key-state")).to_have_text("is needed")
         assert page.locator("#arenas canvas").count() == 0
         assert page.locator("#model").inner_text().strip() == ""
         opened.ask("Are you there?")
@@ -36,10 +37,12 @@ def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, g
             page.press("#key", "Tab")
             expect(page.locator("#server-text")).to_have_text("API key wrong")
             expect(problem).to_contain_text("key")
+            expect(page.locator("#key-state")).to_have_text("is wrong")
         page.fill("#key", KEY)
         page.press("#key", "Enter")
         opened.wait_connected()
         expect(problem).to_be_hidden()
+        expect(page.locator("#key-state")).to_be_empty()
 
 
 def test_a_key_outlives_the_page_but_not_the_tab(entered: Opened) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.server.running import RunningServer
 from tests.server.test_observing import LAST
 
 from outrider.server.config import DEFAULT_METRICS_PREFIX
@@ -41,6 +42,23 @@ def exposed(prefix: str) -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def exposed_by(server: RunningServer) -> set[str]:
+    """Names of samples that a server really gives, once it has answered."""
+    http = server.http()
+    # Long enough for the text to repeat itself: figures of drafts appear when one has been accepted.
+    body = {"prompt": "a b a b", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {sample.name for family in families for sample in family.samples}
+
+
+def test_a_running_server_has_every_metric_of_the_dashboard(tiny: RunningServer) -> None:
+    known = exposed_by(tiny)
+    asked = {DEFAULT_METRICS_PREFIX + name for _, query in queries() for name, _ in ASKED.findall(query)}
+    assert len(asked) > 20
+    assert asked <= known, asked - known
 
 
 @pytest.mark.parametrize("prefix", [DEFAULT_METRICS_PREFIX, "vllm:"])

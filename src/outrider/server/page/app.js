@@ -65,6 +65,7 @@ function tellModel(card) {
 function askForKey(text) {
   tellProblem(text);
   at("key").setAttribute("aria-invalid", "true");
+  at("key-state").textContent = storedKey() ? "is wrong" : "is needed";
   at("key").focus();
 }
 
@@ -82,8 +83,10 @@ let painting = null;
 let pause = PAINT_MS;
 
 function tellProblem(text) {
+  const atEnd = isAtEnd();
   at("problem").textContent = text;
   at("problem").classList.toggle("shown", Boolean(text));
+  follow(atEnd);
 }
 
 function message(role) {
@@ -263,6 +266,7 @@ at("colours").addEventListener("change", (event) => at("log").classList.toggle("
 at("key").addEventListener("change", (event) => {
   storeKey(event.target.value.trim());
   at("key").removeAttribute("aria-invalid");
+  at("key-state").textContent = "";
   tellProblem("");
   watch();
 });
