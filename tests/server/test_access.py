@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from base64 import b64encode
@@ -41,15 +42,22 @@ def routes(server: RunningServer) -> list[tuple[str, str]]:
     return [(method.upper(), path) for path, methods in paths.items() for method in methods]
 
 
-def test_a_key_is_needed_on_every_route_but_health(guarded: RunningServer) -> None:
+def test_a_key_is_needed_on_every_route_but_health_and_the_page(guarded: RunningServer) -> None:
     known = routes(guarded)
     assert len(known) > 10
     for key in (None, "wrong", API_KEY[:-1], API_KEY + "x", ADMIN_KEY):
         http = guarded.http(key)
-        for method, path in [*known, ("GET", "/openapi.json"), ("GET", "/"), ("GET", "/nowhere"), ("GET", "//health")]:
+        for method, path in [
+            *known,
+            ("GET", "/openapi.json"),
+            ("GET", "/page/x"),
+            ("GET", "/nowhere"),
+            ("GET", "//health"),
+        ]:
             if path.startswith("/admin/"):
                 continue
-            answer = http.request(method, path)
+            # The whole address: joined to a base, two slashes would begin the name of a host.
+            answer = http.request(method, guarded.url + path)
             expected = 200 if path == PUBLIC else 401
             assert answer.status_code == expected, (method, path, key)
             if expected == 401:
@@ -184,6 +192,49 @@ def test_pages_of_the_cache_can_be_watched(guarded: RunningServer) -> None:
         events = [line for line, _ in zip((line for line in lines if line.startswith("data:")), range(3), strict=False)]
     assert len(events) == 3
     assert http.get("/kv/stream?interval_ms=1").status_code == 400
+
+
+def test_watching_the_pages_tells_nothing_about_other_tenants_prompts(guarded: RunningServer) -> None:
+    """Neither texts nor tokens, and of others not even how long their prompts are or what was found for them."""
+    prompt = "what only one of them may know about zanzibar and its lighthouses " * 3
+    for _ in range(2):
+        cached(guarded, API_KEY, prompt)
+    mine, theirs = (guarded.http(key).get("/kv").json() for key in (API_KEY, OTHER_KEY))
+    assert mine["recent_hits"][0]["cached_tokens"] > 32
+    length = mine["recent_hits"][0]["prompt_tokens"]
+    assert length not in [hit["prompt_tokens"] for hit in theirs["recent_hits"]]
+    with guarded.http(OTHER_KEY).stream("GET", "/kv/stream?interval_ms=100") as answer:
+        streamed = json.loads(next(line for line in answer.iter_lines() if line.startswith("data:"))[5:])
+    assert length not in [hit["prompt_tokens"] for hit in streamed["recent_hits"]]
+    # Requests of others do not even count: the next number is one's own.
+    cached(guarded, OTHER_KEY, "x")
+    wait_until(lambda: len(guarded.http(OTHER_KEY).get("/kv").json()["recent_hits"]) == len(theirs["recent_hits"]) + 1)
+    after = guarded.http(OTHER_KEY).get("/kv").json()["recent_hits"]
+    assert after[0]["number"] == len(after)
+    # Whoever adds a field to what is told has to look here.
+    assert set(mine) == {"step", "states", "arenas", "groups", "recent_hits"}
+    assert {name for arena in mine["arenas"] for name in arena} == {"page_bytes", "pages", "runs"}
+    assert {name for group in mine["groups"] for name in group} == {
+        *("name", "arena", "kind", "page_tokens", "held", "published")
+    }
+    assert set(mine["recent_hits"][0]) == {"number", "age_s", "prompt_tokens", "cached_tokens"}
+
+
+def test_a_hit_is_told_as_soon_as_its_request_has_begun(guarded: RunningServer) -> None:
+    http, client = guarded.http(API_KEY), guarded.openai(API_KEY)
+    cached(guarded, API_KEY, "whoever was here last")
+    last = http.get("/kv").json()["recent_hits"][0]["number"]
+    options = {"model": client.models.list().data[0].id, "prompt": "Once", "max_tokens": 400, "temperature": 1.0}
+    with client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        # The look at the pages may be as old as the shortest interval.
+        wait_until(lambda: http.get("/kv").json()["recent_hits"][0]["number"] > last)
+        told = http.get("/kv").json()
+        assert told["recent_hits"][0]["number"] == last + 1
+        assert told["groups"][0]["held"] > 0, "it has ended"
+    assert [hit["number"] for hit in told["recent_hits"]] == list(
+        range(last + 1, last + 1 - len(told["recent_hits"]), -1)
+    )
 
 
 def total_of(runs: str) -> int:

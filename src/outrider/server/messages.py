@@ -39,6 +39,8 @@ class Submit(Message, frozen=True, kw_only=True):
     params: SamplingParams
     arrival_s: float
     """When the client's request arrived; times are of the machine's monotonic clock, which processes share."""
+    tenant: str = ""
+    """Who is told what the prefix cache gave to it."""
     salt: str = ""
     priority: int = 0
     speculate: bool = True
@@ -227,6 +229,8 @@ class GroupPageCounts(Record, frozen=True, kw_only=True):
 
 
 class RecentHit(Record, frozen=True, kw_only=True):
+    number: int
+    """Requests of its tenant since the engine started: who watches can tell new ones from those already seen."""
     age_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -237,8 +241,8 @@ class Pages(Message, frozen=True, kw_only=True):
     step: int
     arenas: list[ArenaPages]
     groups: list[GroupPageCounts]
-    recent_hits: list[RecentHit]
-    """The latest first."""
+    recent_hits: dict[str, list[RecentHit]]
+    """By tenant, the latest first."""
 
 
 class Alive(Message, frozen=True, kw_only=True):

@@ -78,7 +78,10 @@ def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
     keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key needed"
     errors.print(
         Text(f"serving {names}", style="bold")
-        + Text(f" at {url}/v1 · {drafting} · {facts.max_model_len:,} tokens · {facts.device}, {facts.dtype} · {keys}"),
+        + Text(
+            f" at {url}/v1 · playground at {url}/ · {drafting} · {facts.max_model_len:,} tokens · "
+            f"{facts.device}, {facts.dtype} · {keys}"
+        ),
         soft_wrap=True,
     )
     if not config.api_keys and not config.is_loopback:

@@ -16,13 +16,16 @@ from outrider.server.messages import Delta, Ending, Scored, SpeculationFigures
 class RequestReporter:
     """One request, as long as it runs."""
 
-    def __init__(self, output: RequestOutput, *, arrival_s: float, stream: bool) -> None:
+    def __init__(self, output: RequestOutput, *, arrival_s: float, stream: bool, tenant: str = "") -> None:
         self.output = output
+        self.tenant = tenant
         self.arrival_s = arrival_s
         self.stream = stream
         self.last_tokens_s: float | None = None
         """When a step last yielded tokens for it."""
         self.tokens_seen = 0
+        self.hit_noted = False
+        """Whoever watches the cache has been told what it gave to this request."""
         self._cursors = [_Cursor(continuation) for continuation in output.outputs]
 
     def count_new_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict
+from typing import NamedTuple
 
 from outrider.engine.engine import Engine
 from outrider.kv.census import take_census
@@ -63,18 +64,39 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, ab
     )
 
 
+class _Hit(NamedTuple):
+    number: int
+    at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
 class RecentHits:
-    """What the prefix cache gave to the latest requests."""
+    """What the prefix cache gave to the latest requests of each tenant: nobody's requests push out another's."""
 
     def __init__(self, most: int = 32) -> None:
-        self._hits: deque[tuple[float, int, int]] = deque(maxlen=most)
+        self._most = most
+        self._hits: dict[str, deque[_Hit]] = {}
 
-    def note(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self._hits.appendleft((time.monotonic(), prompt_tokens, cached_tokens))
+    def note(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
+        hits = self._hits.setdefault(tenant, deque(maxlen=self._most))
+        number = hits[0].number + 1 if hits else 1
+        hits.appendleft(_Hit(number, time.monotonic(), prompt_tokens, cached_tokens))
 
-    def listed(self) -> list[RecentHit]:
+    def listed(self) -> dict[str, list[RecentHit]]:
         now = time.monotonic()
-        return [RecentHit(age_s=now - at, prompt_tokens=asked, cached_tokens=hit) for at, asked, hit in self._hits]
+        return {
+            tenant: [
+                RecentHit(
+                    number=hit.number,
+                    age_s=now - hit.at_s,
+                    prompt_tokens=hit.prompt_tokens,
+                    cached_tokens=hit.cached_tokens,
+                )
+                for hit in hits
+            ]
+            for tenant, hits in self._hits.items()
+        }
 
 
 def pages_of(engine: Engine, call: int, hits: RecentHits) -> Pages:

@@ -116,7 +116,7 @@ class EngineLoop:
             self._send(Refused(request_id=name, message=f"{type(error).__name__}: {error}", is_ours=True))
         else:
             self._reporters[name] = RequestReporter(
-                self._engine.output(name), arrival_s=order.arrival_s, stream=order.stream
+                self._engine.output(name), arrival_s=order.arrival_s, stream=order.stream, tenant=order.tenant
             )
             self._prompt_tokens += len(order.prompt_token_ids)
             self._send(Accepted(request_id=name))
@@ -142,11 +142,15 @@ class EngineLoop:
             deltas += reporter.deltas()
             if reporter.output.finished:
                 del self._reporters[name]
-                self._hits.note(len(reporter.output.prompt_token_ids), reporter.output.metrics.cached_tokens)
         if deltas or now - self._reported_s > REPORT_INTERVAL_S:
             self._report(deltas, now)
 
     def _note(self, reporter: RequestReporter, now: float) -> None:
+        if not reporter.hit_noted and reporter.output.metrics.scheduled_s is not None:
+            reporter.hit_noted = True
+            self._hits.note(
+                reporter.tenant, len(reporter.output.prompt_token_ids), reporter.output.metrics.cached_tokens
+            )
         new = reporter.count_new_tokens()
         if not new:
             return

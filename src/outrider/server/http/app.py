@@ -10,7 +10,7 @@ from outrider.server.http import errors
 from outrider.server.http.bodies import BodyLimits
 from outrider.server.http.counting import Counting
 from outrider.server.http.keys import Keys
-from outrider.server.routes import admin, chat, completions, metrics, pages, responses, state, tokenize
+from outrider.server.routes import admin, chat, completions, metrics, page, pages, responses, state, tokenize
 
 
 def make_app(service: Service) -> FastAPI:
@@ -23,7 +23,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for module in (state, completions, chat, responses, tokenize, metrics, pages, admin):
+    for module in (state, completions, chat, responses, tokenize, metrics, pages, page, admin):
         app.include_router(module.router)
     # The last one added comes first.
     app.add_middleware(BodyLimits, config=service.config)

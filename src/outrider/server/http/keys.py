@@ -1,4 +1,4 @@
-"""Who may ask what: API keys on every route but /health, admin keys on admin routes.
+"""Who may ask what: API keys on every route but /health and the page's files, admin keys on admin routes.
 
 A key comes as `Authorization: Bearer KEY`; browsers may send it as the password of basic authentication. All keys
 are compared, each in constant time, so that how long it takes says nothing.
@@ -12,11 +12,13 @@ import hmac
 from hashlib import blake2b
 from typing import Any
 
+from outrider.server import page
 from outrider.server.config import LOOPBACK, ServerConfig
 from outrider.server.front.problems import Problem
 from outrider.server.http.answers import send_problem
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = frozenset({"/health", *page.FILES})
+"""The page is open, being where a person types the key; it is the same everywhere and shows nothing by itself."""
 ADMIN_PREFIX = "/admin/"
 TENANT = "outrider.tenant"
 """Where routes find in the ASGI scope whose request it is."""
@@ -66,7 +68,7 @@ class Keys:
             status=401,
             type="authentication_error",
             code="invalid_api_key",
-            headers={"WWW-Authenticate": 'Bearer, Basic realm="outrider"'},
+            headers={"WWW-Authenticate": "Bearer" if _is_script(headers) else 'Bearer, Basic realm="outrider"'},
         )
 
     def _admin_problem(self, headers: dict[bytes, bytes]) -> Problem | None:
@@ -107,6 +109,11 @@ def _given_key(headers: dict[bytes, bytes]) -> str:
         except (binascii.Error, UnicodeDecodeError):
             return ""
     return ""
+
+
+def _is_script(headers: dict[bytes, bytes]) -> bool:
+    """A script in a browser asks its user for a key itself; offered Basic, the browser would ask before it."""
+    return headers.get(b"sec-fetch-mode", b"navigate") != b"navigate"
 
 
 def _host(header: bytes) -> str:

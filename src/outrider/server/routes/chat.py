@@ -26,7 +26,7 @@ from outrider.server.protocol.chat import ChatRequest
 from outrider.server.routes.documented import GENERATES
 from outrider.server.routes.extras import extras
 from outrider.server.routes.logprobs import chat_logprobs
-from outrider.server.routes.respond import error_event, respond, service_of, tenant_salt
+from outrider.server.routes.respond import error_event, respond, service_of, tenant_name, tenant_salt
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -89,6 +89,7 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
         prompt_token_ids=ids,
         params=params,
         arrival_s=request.scope[ARRIVAL],
+        tenant=tenant_name(request),
         salt=tenant_salt(request, body.cache_salt),
         priority=body.priority,
         speculate=body.speculate,

@@ -24,7 +24,7 @@ from outrider.server.protocol.completions import CompletionRequest
 from outrider.server.routes.documented import GENERATES
 from outrider.server.routes.extras import extras
 from outrider.server.routes.logprobs import CompletionLogprobs, merged
-from outrider.server.routes.respond import error_event, respond, service_of, tenant_salt
+from outrider.server.routes.respond import error_event, respond, service_of, tenant_name, tenant_salt
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -56,6 +56,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
                 prompt_token_ids=ids,
                 params=params,
                 arrival_s=request.scope[ARRIVAL],
+                tenant=tenant_name(request),
                 salt=tenant_salt(request, body.cache_salt),
                 priority=body.priority,
                 speculate=body.speculate,

@@ -42,10 +42,15 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def tenant_name(request: Request) -> str:
+    """Empty where there are no keys: then everybody is the same one."""
+    return str(request.scope.get(TENANT, ""))
+
+
 def tenant_salt(request: Request, cache_salt: str | None) -> str:
     """Prompts of different tenants never meet in the prefix cache, whatever salt they choose."""
-    tenant = request.scope.get(TENANT, "")
-    return f"{tenant}:{cache_salt}" if cache_salt else str(tenant)
+    tenant = tenant_name(request)
+    return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
 async def respond(request: Request, orders: Sequence[Submit], writer: Writer, *, model: str, stream: bool) -> Response:
