@@ -8,6 +8,7 @@ from tests.engine.tiny import VOCABULARY, tiny_engine
 
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafter import DrawRow
+from outrider.speculative.vocabulary import DraftVocabulary
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -21,4 +22,4 @@ def test_drafts_are_tokens_that_both_have(width: int, temperature: float) -> Non
     logits[:, shared:] = 50.0
     logits[torch.arange(8), torch.arange(8) * 3] = -5.0
     rows = [DrawRow(engine.runner.requests["a"], 3 + number, ()) for number in range(8)]
-    assert engine.runner._draw(logits, rows) == [3 * number for number in range(8)]
+    assert engine.runner._draw(logits, rows, DraftVocabulary(size=VOCABULARY)) == [3 * number for number in range(8)]
