@@ -245,12 +245,13 @@ def no_bare_except(module: Module) -> list[str]:
 def no_pickle(module: Module) -> list[str]:
     found = [f"{line}: imports {target}" for line, target in imports(module) if root_of(target) in UNPICKLERS]
     for node in ast.walk(ast.parse(module.source)):
-        # torch.load and its like, and arrays of objects.
-        if isinstance(node, ast.Attribute) and node.attr == "load" and isinstance(node.value, ast.Name):
-            if node.value.id in ("torch", "joblib"):
-                found.append(f"{node.lineno}: {node.value.id}.load unpickles")
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            found.append(f"{node.value.lineno}: allow_pickle")
+        if not isinstance(node, ast.Call):
+            continue
+        options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        if ast.unparse(node.func) == "torch.load" and options.get("weights_only") != "True":
+            found.append(f"{node.lineno}: torch.load without weights_only=True unpickles")
+        if options.get("allow_pickle", "False") != "False":
+            found.append(f"{node.lineno}: allow_pickle")
     return found
 
 
