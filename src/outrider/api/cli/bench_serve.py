@@ -147,13 +147,15 @@ def _load(config: EngineConfig, *, clients: int, minutes: float, kills: int, see
 
 
 def _print_overhead(report: dict[str, Any]) -> None:
+    out.print(f"Medians of {report['texts']} rounds, each offline and over HTTP in turns:")
     out.print(
-        f"{report['http_tokens_per_s']:.1f} tokens/s over HTTP, {report['offline_tokens_per_s']:.1f} offline: "
-        f"{report['ratio']:.1%}"
+        f"  tokens/s     {report['http_tokens_per_s']:8.1f} over HTTP, {report['offline_tokens_per_s']:8.1f} offline; "
+        f"{report['ratio']:.1%} of the same round offline"
     )
     out.print(
-        f"first token after {report['http_ttft_ms']:.1f} ms over HTTP, {report['offline_ttft_ms']:.1f} ms offline: "
-        f"{report['ttft_overhead_ms']:+.1f} ms"
+        f"  first token  {report['http_ttft_ms']:8.1f} ms over HTTP, {report['offline_ttft_ms']:5.1f} ms offline; "
+        f"{report['ttft_overhead_ms']:+.1f} ms in the same round, {report['ttft_outside_ms']:.1f} ms of it on the way "
+        "to the server and back"
     )
     differ = report["texts_that_differ"]
     out.print(
