@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import zmq
 from outrider.server.front.channel import MESSAGES_AT_ONCE, Channel
 
 ROUNDS, COPIES = 5, 2 * MESSAGES_AT_ONCE + 1
-END = b"end"
+END, QUIET = b"end", b"quiet"
 
 
 def other_side(endpoint: str) -> None:
@@ -22,7 +23,7 @@ def other_side(endpoint: str) -> None:
         socket.connect(endpoint)
         socket.send(b"here")
         while (frame := socket.recv()) != END:
-            for number in range(COPIES):
+            for number in range(COPIES if frame != QUIET else 0):
                 socket.send(b"%s/%d" % (frame, number))
 
 
@@ -62,3 +63,35 @@ def test_everything_arrives_in_order_until_something_cannot_be_read(tmp_path: Pa
     assert isinstance(problem, ValueError) == (fail_at is not None)
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_what_arrives_while_something_is_sent_is_not_overlooked(tmp_path: Path) -> None:
+    """The descriptor tells of an arrival once, and sending can take that in."""
+
+    async def run() -> int:
+        got: list[bytes] = []
+        arrived = asyncio.Event()
+
+        def take(frame: bytes) -> None:
+            got.append(frame)
+            if len(got) in (1, 1 + COPIES):
+                arrived.set()
+
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        channel = Channel(context, endpoint, take)
+        await asyncio.wait_for(arrived.wait(), 60)
+        arrived.clear()
+        channel.send(b"0")
+        # The answers come while the loop does not look.
+        time.sleep(1)
+        channel.send(QUIET)
+        await asyncio.wait_for(arrived.wait(), 20)
+        channel.send(END)
+        await asyncio.sleep(0.1)
+        channel.close()
+        context.destroy(linger=0)
+        return len(got)
+
+    endpoint = f"ipc://{tmp_path}/socket"
+    threading.Thread(target=other_side, args=(endpoint,), daemon=True).start()
+    assert asyncio.run(run()) == 1 + COPIES
