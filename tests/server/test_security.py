@@ -1,21 +1,52 @@
-"""Attacks that other engines have fallen to, tried on this one; further ones are in test_errors and test_access.
+"""Attacks that other engines have fallen to, tried on this one. docs/serving.md has the limits.
 
-| what others got wrong                       | tried in                                                        |
-|---------------------------------------------|-----------------------------------------------------------------|
-| unpickling what arrives                     | here, and tests/tidy                                            |
-| sockets that others can reach               | here                                                            |
-| transfer fields of clients                  | here                                                            |
-| n, logprobs, schema and body without bounds | test_errors, test_access                                        |
-| templates that never end                    | test_errors; templates that eat memory: here                    |
-| token ids that do not exist                 | test_errors, here                                               |
-| a cache that tells tenants of each other    | test_access                                                     |
-| state of a slot that its next user inherits | here                                                            |
-| routes without a key, admin routes          | test_access                                                     |
+unpickling what arrives
+    test_a_pickle_is_refused_by_every_decoder
+    test_a_frame_that_is_no_message_is_refused
+    tests/tidy: no_pickle
+sockets that others can reach
+    test_only_http_on_the_loopback_address_can_be_reached
+    test_the_socket_to_the_engine_lies_in_a_private_directory
+transfer fields of clients and peers
+    test_a_client_cannot_reach_the_transfer_plane
+    tests/transfer: test_an_offer_that_makes_no_sense_is_a_transfer_error
+n, logprobs and lists without bounds
+    test_everything_that_can_be_many_is_bounded_on_every_route
+    test_prompts_times_n_are_bounded_by_the_queue
+    test_access: test_configured_limits_hold, test_a_full_queue_says_when_to_come_back
+schemas and grammars without bounds
+    test_errors: test_a_wrong_form_is_refused
+bodies: size, depth, slow senders
+    test_access: test_a_body_that_is_too_large_is_refused_however_it_comes
+    test_access: test_a_body_that_never_ends_is_left
+    test_errors: test_a_body_that_is_no_request_is_refused
+templates that never end or eat memory
+    test_errors: test_a_template_that_does_not_end_is_interrupted_and_others_are_served
+    test_a_template_that_eats_memory_is_an_error_of_the_request
+    test_a_template_cannot_leave_its_sandbox
+patterns that take for ever
+    test_tool_calls: test_white_space_without_end_takes_no_time
+token ids that do not exist
+    test_token_ids_that_do_not_exist_harm_nobody
+    test_token_ids_in_settings_are_checked_too
+addresses that the server is made to fetch
+    test_nothing_that_a_client_names_is_fetched
+a cache that tells tenants of each other
+    test_access: test_tenants_do_not_share_a_prefix_cache
+state of a slot that its next user inherits
+    test_a_request_inherits_nothing_from_those_before_it
+routes without a key, admin routes
+    test_access: test_a_key_is_needed_on_every_route_but_health
+    test_access: test_admin_routes_take_only_the_admin_key
+web pages that reach a server without a key
+    test_errors: test_a_foreign_host_header_is_refused_without_a_key
+    test_errors: test_a_body_of_another_type_is_refused
 """
 
 from __future__ import annotations
 
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +194,78 @@ def test_a_template_cannot_leave_its_sandbox(tiny: RunningServer) -> None:
     body = {"messages": [{"role": "user", "content": attack}]}
     tokens = http.post("/tokenize", json=body).json()["tokens"]
     assert attack in http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+COMPLETION: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", COMPLETION | {"n": 17}),
+        ("/v1/completions", COMPLETION | {"logprobs": 21}),
+        ("/v1/completions", {"prompt": ["x"] * 65}),
+        ("/v1/completions", {"prompt": [[1]] * 65}),
+        ("/v1/completions", COMPLETION | {"logit_bias": {str(token): 1 for token in range(1025)}}),
+        ("/v1/completions", COMPLETION | {"stop_token_ids": [5] * 4097}),
+        ("/v1/completions", COMPLETION | {"allowed_token_ids": [5] * 4097}),
+        ("/v1/completions", COMPLETION | {"stop": ["x"] * 17}),
+        ("/v1/completions", COMPLETION | {"priority": -1}),
+        ("/v1/completions", COMPLETION | {"cache_salt": "x" * 257}),
+        ("/v1/chat/completions", CHAT | {"n": 17}),
+        ("/v1/chat/completions", CHAT | {"n": 1 << 62}),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}),
+        ("/v1/chat/completions", {"messages": CHAT["messages"] * 1025}),
+        (
+            "/v1/chat/completions",
+            CHAT | {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]},
+        ),
+        ("/v1/chat/completions", CHAT | {"stop": "x" * 257}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 1025}),
+        ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 21}),
+        ("/tokenize", {"messages": CHAT["messages"] * 1025}),
+    ],
+)
+def test_everything_that_can_be_many_is_bounded_on_every_route(
+    tiny: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    answer = tiny.http().post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert len(answer.content) < 1000
+
+
+def test_prompts_times_n_are_bounded_by_the_queue(tiny: RunningServer) -> None:
+    answer = tiny.http().post("/v1/completions", json={"prompt": ["x"] * 64, "n": 16, "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+
+
+@pytest.mark.parametrize("token", [-1, 49152, 1 << 31, 1 << 63, 1 << 70])
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_token_ids_in_settings_are_checked_too(tiny: RunningServer, field: str, token: int) -> None:
+    value: Any = {str(token): 1.0} if field == "logit_bias" else [token]
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        answer = tiny.http().post(path, json=body | {field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith(field)
+
+
+def test_nothing_that_a_client_names_is_fetched(tiny: RunningServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/secret"
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [_part("image_url", {"url": url})]}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [_part("file", {"file_id": url})]}]}),
+            ("/v1/responses", {"input": [{"role": "user", "content": [_part("input_image", url, "image_url")]}]}),
+            ("/v1/responses", {"input": "x", "tools": [{"type": "mcp", "server_url": url}]}),
+            ("/v1/completions", {"prompt": "x", "model": url}),
+        ):
+            answer = tiny.http().post(path, json=body)
+            assert answer.status_code in (400, 404), answer.text
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def _part(kind: str, value: Any, field: str | None = None) -> dict[str, Any]:
+    return {"type": kind, field or kind: value}

@@ -50,6 +50,24 @@ def test_leaving_a_job_aborts_what_still_runs_and_frees_its_places() -> None:
     asyncio.run(run())
 
 
+def test_leaving_a_job_whose_engine_is_gone_is_no_error() -> None:
+    class Gone:
+        gone = False
+
+        def send(self, message: ToEngine) -> None:
+            if self.gone:
+                raise Problem("the engine is not ready", status=503)
+
+    async def leave() -> int:
+        sender = Gone()
+        requests = OpenRequests(sender)
+        with Job(requests, [order("a")]):
+            sender.gone = True
+        return len(requests) + requests.num_sequences
+
+    assert asyncio.run(leave()) == 0
+
+
 def test_deltas_that_come_before_all_are_accepted_are_not_lost() -> None:
     async def run() -> None:
         requests = OpenRequests(Recorder())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -15,9 +16,11 @@ from tests.server.running import RunningServer
 from tests.server.tiny_model import real_text
 
 from outrider.sampling import SamplingParams
+from outrider.server.front.conversation import check_tool_choice
+from outrider.server.front.problems import Problem
 from outrider.server.front.tool_calls import forced_grammar
 from outrider.server.front.totals import Totals
-from outrider.server.messages import Delta, Submit
+from outrider.server.messages import Delta, Facts, Submit
 from outrider.server.protocol.chat import ChatRequest
 from outrider.server.protocol.responses import ResponsesRequest
 from outrider.server.routes.chat import ChatWriter
@@ -34,6 +37,28 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
     },
 }
+FACTS = Facts(
+    model_name="m",
+    fingerprint="f",
+    max_model_len=64,
+    max_num_seqs=4,
+    vocab_size=100,
+    device="cpu",
+    dtype="float32",
+    tokenizer="",
+    tokenizer_source="test",
+    bos_id=None,
+    eos_ids=(),
+    templates={},
+    template_source="test",
+    template_variables={},
+    sampling_defaults={},
+    drafter=None,
+    drafts_max=0,
+    kv_tokens=64,
+    supports_grammars=True,
+    sanitizer="off",
+)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
 ASKED = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
@@ -95,6 +120,15 @@ def test_impossible_tools_are_refused(client: openai.OpenAI, change: dict[str, A
         client.chat.completions.create(model="tiny", messages=ASKED, **change)
     assert caught.value.param is not None
     assert caught.value.param.startswith(("tools", "tool_choice", "parallel_tool_calls"))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_cannot_be_forced_is_refused_with_a_way_out(choice: Any) -> None:
+    body = ChatRequest.model_validate({"messages": ASKED, "tools": [WEATHER], "tool_choice": choice})
+    check_tool_choice(body, FACTS)
+    with pytest.raises(Problem, match="use tool_choice 'auto'") as caught:
+        check_tool_choice(body, msgspec.structs.replace(FACTS, supports_grammars=False))
+    assert (caught.value.param, caught.value.code) == ("tool_choice", "not_available")
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,16 @@ def no_bare_except(module: Module) -> list[str]:
 
 
 def no_pickle(module: Module) -> list[str]:
-    return [f"{line}: imports {target}" for line, target in imports(module) if root_of(target) in UNPICKLERS]
+    found = [f"{line}: imports {target}" for line, target in imports(module) if root_of(target) in UNPICKLERS]
+    for node in ast.walk(ast.parse(module.source)):
+        if not isinstance(node, ast.Call):
+            continue
+        options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        if ast.unparse(node.func) == "torch.load" and options.get("weights_only") != "True":
+            found.append(f"{node.lineno}: torch.load without weights_only=True unpickles")
+        if options.get("allow_pickle", "False") != "False":
+            found.append(f"{node.lineno}: allow_pickle")
+    return found
 
 
 def no_builtin_hash(module: Module) -> list[str]:
@@ -309,6 +318,8 @@ BROKEN = (
     (no_markers, "outrider.any", "x = 1  # TODO later"),
     (no_bare_except, "outrider.any", "try:\n    f()\nexcept:\n    pass"),
     (no_pickle, "outrider.any", "from pickle import loads"),
+    (no_pickle, "outrider.any", "import torch\ntorch.load('model.pt', weights_only=False)"),
+    (no_pickle, "outrider.any", "np.load('table.npy', allow_pickle=True)"),
     (no_builtin_hash, "outrider.kv.prefix", "key = hash(tokens)"),
     (no_builtin_hash, "outrider.kv.prefix", "sorted(pages, key=hash)"),
     (has_docstring, "outrider.any", "# only a comment\nx = 1"),

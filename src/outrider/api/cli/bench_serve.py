@@ -147,14 +147,16 @@ def _load(config: EngineConfig, *, clients: int, minutes: float, kills: int, see
 
 
 def _print_overhead(report: dict[str, Any]) -> None:
+    out.print(f"Medians of {report['texts']} rounds, each offline and over HTTP in turns; ratios within a round.")
     out.print(
-        f"{report['http_tokens_per_s']:.1f} tokens/s over HTTP, {report['offline_tokens_per_s']:.1f} offline: "
+        f"  tokens/s     {report['http_tokens_per_s']:.1f} over HTTP, {report['offline_tokens_per_s']:.1f} offline: "
         f"{report['ratio']:.1%}"
     )
     out.print(
-        f"first token after {report['http_ttft_ms']:.1f} ms over HTTP, {report['offline_ttft_ms']:.1f} ms offline: "
+        f"  first token  {report['http_ttft_ms']:.1f} ms over HTTP, {report['offline_ttft_ms']:.1f} ms offline: "
         f"{report['ttft_overhead_ms']:+.1f} ms"
     )
+    out.print(f"               {report['ttft_outside_ms']:.1f} ms pass on the way to the server and back")
     differ = report["texts_that_differ"]
     out.print(
         Text(f"Texts are the same in {report['texts'] - differ} of {report['texts']}.", style="red" if differ else "")

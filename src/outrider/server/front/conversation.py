@@ -119,7 +119,7 @@ def tool_definitions(tools: Sequence[Tool] | None, config: ServerConfig) -> list
     return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
-def check_tool_choice(body: ChatRequest) -> None:
+def check_tool_choice(body: ChatRequest, facts: Facts) -> None:
     choice, names = body.tool_choice, [tool.function.name for tool in body.tools or []]
     if choice in (None, "none", "auto"):
         return
@@ -128,4 +128,11 @@ def check_tool_choice(body: ChatRequest) -> None:
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise Problem(
             f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools", param="tool_choice"
+        )
+    if not facts.supports_grammars:
+        raise Problem(
+            "this server cannot force a call, since that takes output in a given form; use tool_choice 'auto' and look "
+            "whether the answer has tool_calls",
+            param="tool_choice",
+            code="not_available",
         )

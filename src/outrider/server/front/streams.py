@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from outrider.errors import OutriderError
 from outrider.server.messages import Abort, Accepted, Delta, Refused, Submit, ToEngine
 
 Item = Accepted | Refused | Delta | Exception
@@ -80,7 +82,9 @@ class OpenRequests:
     def leave(self, request_id: str) -> None:
         """Nobody waits for it any more."""
         if self._forget(request_id) is not None:
-            self._sender.send(Abort(request_id=request_id))
+            # An engine that is gone has taken the request with it.
+            with suppress(OutriderError):
+                self._sender.send(Abort(request_id=request_id))
 
     def _forget(self, request_id: str) -> Job | None:
         self.num_sequences -= self._sequences.pop(request_id, 0)

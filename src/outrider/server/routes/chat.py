@@ -46,7 +46,7 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
     """What the engine is asked for a conversation."""
     service = service_of(request)
     config = service.config
-    check_tool_choice(body)
+    check_tool_choice(body, service.facts)
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem("top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -55,13 +55,6 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
     if forced is not None:
         if grammar is not None:
             raise Problem("tool_choice forces a call, so that no other form can be asked for", param="tool_choice")
-        if not service.facts.supports_grammars:
-            raise Problem(
-                "this server cannot force a call (that takes output in a given form); use tool_choice 'auto', and "
-                "look whether the answer has tool_calls",
-                param="tool_choice",
-                code="not_available",
-            )
         check_size(forced, config, param="tools")
         grammar = forced
     # One without a limit may write as long as the context goes on.
