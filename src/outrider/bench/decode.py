@@ -14,7 +14,6 @@ The garbage collector runs before each run and never within one.
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from outrider.bench.busy import usable_cores
 from outrider.bench.contestants import Contestant, OutriderContestant, Run, TransformersContestant
 from outrider.bench.reference import reference_model, why_no_reference
 from outrider.bench.texts import PLAIN_TEXTS, TEXTS, prompts_of
@@ -34,7 +34,6 @@ from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 
 WARM_UP_TOKENS = 8
-BUSY_SHARE = 0.5
 PLAIN, REFERENCE = "outrider", "transformers"
 LOOKUP = f"{REFERENCE}, prompt lookup"
 
@@ -60,10 +59,6 @@ class DecodeBenchConfig:
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Arena(NamedTuple):
@@ -116,18 +111,6 @@ def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progres
         )
         memory[REFERENCE] = _resident_mb()
     return Arena(contestants, plain.model, plain, config.texts or texts, memory, note)
-
-
-def how_busy() -> str | None:
-    """A warning if others use the machine; call it before anything runs."""
-    load, cores = os.getloadavg()[0], usable_cores()
-    if load < BUSY_SHARE * cores:
-        return None
-    # Threads that wait for each other wait for every one of them to get a core: PyTorch loses a factor of ten.
-    return (
-        f"the machine is busy (load {load:.1f} on {cores} cores): do not trust the figures, and least of all the "
-        "ratios; --num-threads 1 distorts them less"
-    )
 
 
 def _resident_mb() -> float:

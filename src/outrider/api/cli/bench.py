@@ -11,13 +11,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from outrider.api.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
 from outrider.api.cli.bench_decode import DECODE_HELP, bench_decode
 from outrider.api.cli.bench_prefix import PREFIX_HELP, bench_prefix
 from outrider.api.cli.bench_serve import SERVE_BENCH_HELP, bench_serve
 from outrider.api.cli.bench_windows import print_windows
+from outrider.api.cli.terminal import errors
 from outrider.api.cli.wording import counted
+from outrider.bench.busy import how_busy
 from outrider.bench.kv import REFERENCE_SOURCE, KVBenchConfig, Workload, measure
 from outrider.bench.kv_windows import measure_windows
 from outrider.speculative.footprints import FOOTPRINTS
@@ -90,11 +93,15 @@ def bench_kv(
         running=running,
     )
     config = KVBenchConfig(workload=workload, repeats=repeats or (QUICK_REPEATS if quick else DEFAULT_REPEATS))
+    busy = how_busy()
+    if busy is not None:
+        errors.print(Text(f"note: {busy}", style="yellow"), soft_wrap=True)
     with _progress(config.measurements + config.repeats) as told:
         report = measure(config, told).to_json()
         report["windows"] = measure_windows(
             method, k, prompt_tokens=config.lookup_tokens, rounds=config.repeats, progress=told
         ).to_json()
+    report["busy"] = busy
     if workload != Workload(method=REFERENCE_METHOD):
         # The reference served the default workload: beside another one its figures say nothing.
         report["reference"] = None

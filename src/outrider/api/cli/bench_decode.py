@@ -98,9 +98,10 @@ def bench_decode(
     given = [*packaged, *fixed, SPECULATIVE_EXAMPLE]
     speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in speculative_config or given]
 
-    from outrider.bench.decode import DecodeBenchConfig, how_busy, measure, measurements, prepare
+    from outrider.bench.busy import OF_THREADS, how_busy
+    from outrider.bench.decode import DecodeBenchConfig, measure, measurements, prepare
 
-    busy = how_busy()
+    busy = how_busy(OF_THREADS)
     config = DecodeBenchConfig(
         engine=engine,
         speculations=tuple(dict.fromkeys(each for each in speculations if each is not None)),

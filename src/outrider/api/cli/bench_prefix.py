@@ -88,8 +88,12 @@ def bench_prefix(
     given = speculative_config or [*packaged_speculations(engine.model), SPECULATIVE_EXAMPLE]
     speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in given]
 
+    from outrider.bench.busy import how_busy
     from outrider.bench.prefix import PrefixBenchConfig, model_rows, random_rows, report_of
 
+    busy = how_busy()
+    if busy is not None:
+        errors.print(Text(f"note: {busy}; hits and answers do not depend on it", style="yellow"), soft_wrap=True)
     config = PrefixBenchConfig(conversations=conversations, turns=turns, answer_tokens=answer_tokens)
     with errors.status("conversing", spinner="dots") as status:
 
@@ -104,7 +108,7 @@ def bench_prefix(
                 () if no_model else model_rows(config, engine, drafters, told),
             )
         )
-    report = report_of(config, rows)
+    report = report_of(config, rows) | {"busy": busy}
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -136,7 +140,7 @@ def _table(title: str, entries: list[tuple[Row, dict[str, Any]]]) -> Table:
         "hit\nshare",
         "first\ntoken, ms",
         "accepted\nlength",
-        "other\nhits",
+        "turns with\nother hits",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row, entry in entries:

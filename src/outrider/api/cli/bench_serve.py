@@ -107,13 +107,13 @@ def _start(config: EngineConfig, *more: str) -> ServerProcess:
 
 
 def _overhead(config: EngineConfig, *, prompt_tokens: int, tokens: int, rounds: int) -> dict[str, Any]:
-    from outrider.bench.decode import how_busy
+    from outrider.bench.busy import OF_THREADS, how_busy
     from outrider.bench.http_client import Client
     from outrider.bench.serve import ServeBenchConfig, measure
     from outrider.engine.build import build_engine
 
     bench = ServeBenchConfig(engine=config, prompt_tokens=prompt_tokens, tokens=tokens, rounds=rounds)
-    busy = how_busy()
+    busy = how_busy(OF_THREADS)
     if busy is not None:
         errors.print(Text(f"note: {busy}", style="yellow"), soft_wrap=True)
     with loading() as progress:
