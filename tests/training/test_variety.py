@@ -130,6 +130,20 @@ def test_an_anchor_is_not_drawn_again_while_others_wait(tmp_path: Path) -> None:
     assert (lane._times > 1).sum().item() < 10
 
 
+@pytest.mark.parametrize("sure_weight", [0.15, 1.0])
+def test_a_run_draws_its_anchors_so(sure_weight: float, tmp_path: Path) -> None:
+    trainer = trainer_of(varied(tmp_path, sure_weight=sure_weight))
+    trainer._next_batch()
+    lane = trainer.lanes[0]
+    pool = lane._pool
+    assert pool is not None
+    # Whoever treats all alike does not ask.
+    assert (pool.sure is None) == (sure_weight == 1.0)
+    for k in (5, 2):
+        assert torch.equal(lane._weights[k], anchor_weights(pool, k, sure_weight))
+        assert torch.equal(lane._weights[k], known_counts(pool, k).float()) == (sure_weight == 1.0)
+
+
 # ---- streams end to end --------------------------------------------------------------------------------
 
 
