@@ -24,3 +24,12 @@ def test_tokens_that_cannot_be_drafted_take_no_share() -> None:
 def test_rows_need_not_lie_side_by_side() -> None:
     wide = torch.randn(3, 64)
     assert torch.allclose(largest_shares(wide[:, ::2]), wide[:, ::2].softmax(dim=-1).amax(dim=-1))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [0, 20, 99])
+def test_logits_that_are_no_numbers_have_no_share(wrong: float, at: int) -> None:
+    logits = torch.randn(3, 100)
+    logits[1, at] = wrong
+    assert largest_shares(logits).isnan().tolist() == [False, True, False]
+    assert largest_shares(torch.full((1, 100), float("-inf"))).isnan().tolist() == [True]

@@ -48,6 +48,14 @@ def test_memory_is_taken_in_large_pieces_and_never_twice() -> None:
     assert all(first + size <= second for (first, size), (second, _) in pairwise(places))
 
 
+def test_a_piece_that_is_full_is_not_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matrix begins on a boundary, so small ones take more room than they have bytes."""
+    monkeypatch.setattr("outrider.models.packing.ROOM_BYTES", 1024)
+    packer = Packer()
+    for rows in (1, 1, 2, 1, 3, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2):
+        assert torch.equal(written(packer(random(rows, 64))), pack(random(rows, 64)).expand())
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_a_product_and_products_of_rows(packed: bool) -> None:
     matrix: Matrix = pack(random(10, 64)) if packed else random(10, 64)

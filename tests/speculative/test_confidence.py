@@ -115,6 +115,12 @@ def test_what_is_kept_is_likely_together() -> None:
     assert request.drafts == [1, 2, 3, 4]
     request.begin_drafting()
     assert (request.drafts, request.confidence) == ([], 1.0)
+    # What is not a number is not likely, nor is anything behind it.
+    for share in (0.9, float("nan"), 1.0):
+        request.drafted(share)
+    request.propose([1, 2, 3], 0.001)
+    assert request.drafts == [1]
+    request.begin_drafting()
     # Who looks drafts up instead of drawing them says nothing of how likely they are.
     request.propose([5, 6], 0.9)
     assert request.drafts == [5, 6]

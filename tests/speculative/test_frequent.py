@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.lossless import tokens_of
+from tests.engine.tiny import tiny_engine
 from tests.speculative.cases import CASES, engine_with, prompts, three_layers
 from tests.speculative.tiny import settings_for
 
@@ -40,6 +42,24 @@ def test_only_listed_tokens_are_drafted(temperature: float, tmp_path: Path) -> N
     assert drafts <= set(TOKENS[:6])
     assert len(drafts) > 1
     assert not all_drafts <= set(TOKENS)
+
+
+def test_what_a_request_rules_out_is_not_drafted_either(tmp_path: Path) -> None:
+    """Nor does it end the request where nothing is left to draft."""
+    target = three_layers()
+    CASE.save(tmp_path, target)
+    (tmp_path / FREQUENT_TOKENS).write_text(json.dumps(TOKENS))
+    few = {
+        "biased": {"logit_bias": dict.fromkeys(TOKENS[:4], -100.0)},
+        "others only": {"allowed_token_ids": [1, 2, 5, 6]},
+    }
+    for name, changes in few.items():
+        params = SamplingParams(temperature=0.0, max_tokens=24, **changes)  # type: ignore[arg-type]
+        engine, recorder = engine_with(CASE, target, tmp_path, draft_vocab_size=6)
+        found = tokens_of(LLM.over(engine).generate(prompts(), params))
+        assert found == tokens_of(LLM.over(tiny_engine(target)).generate(prompts(), params))
+        drafts = {draft for proposal in recorder.proposals for draft in proposal.drafts}
+        assert drafts == (set(TOKENS[4:6]) if name == "biased" else {0})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +130,7 @@ def test_wishing_for_nothing_is_no_wish() -> None:
     assert load_drafter(SpeculativeConfig(method="ngram", **none), settings_for(three_layers())).usual_k > 0
 
 
-def test_who_can_read_everything_does(tmp_path: Path) -> None:
+def test_who_can_read_everything_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(**settings: Any) -> list[int] | None:
         tokens = read_frequent(tmp_path, settings_for(three_layers(), **settings))
         return None if tokens is None else tokens.tolist()
@@ -120,6 +140,8 @@ def test_who_can_read_everything_does(tmp_path: Path) -> None:
     (tmp_path / FREQUENT_TOKENS).write_text(json.dumps(TOKENS))
     assert found() is None
     assert found(packed=True) == sorted(TOKENS)
+    monkeypatch.setattr("outrider.speculative.checkpoints.frequent.USUAL_SIZE", 4)
+    assert found(packed=True) == sorted(TOKENS[:4])
     assert found(packed=True, draft_vocab_size=0) is None
     assert found(packed=True, draft_vocab_size=256) is None
     assert found(draft_vocab_size=3) == [3, 77, 200]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from outrider.models.recipes.rope import rope_of
 from outrider.models.spec import LayerSpec, RopeScaling, RopeSpec
 from outrider.models.weights.safetensors import TensorFiles
 from outrider.sampling import SamplingParams
+from outrider.speculative.checkpoints.frequent import FREQUENT_TOKENS
 from outrider.training.export import body_config, draft_tensors, write_tensors
 from outrider.training.run import train_for
 
@@ -62,6 +64,17 @@ def test_dflash_is_written_in_z_lab_s_layout(tmp_path: Path) -> None:
     assert config["dflash_config"]["causal"] is True
     used = set(lanes_of(settings_for(tmp_path))[0].source.streams.tokens.ravel().tolist())
     assert config["dflash_config"]["mask_token_id"] == min(set(range(256)) - used)
+
+
+def test_the_most_frequent_tokens_lie_beside_a_dflash_drafter(tmp_path: Path) -> None:
+    trained(tmp_path, "dflash")
+    tokens = json.loads((tmp_path / "drafter" / FREQUENT_TOKENS).read_text())
+    streams = lanes_of(settings_for(tmp_path))[0].source.streams
+    counts = np.bincount(streams.tokens[streams.roles], minlength=256)
+    assert len(set(tokens)) == len(tokens) == min(np.count_nonzero(counts), 2 * 256 // 3)
+    assert [counts[token] for token in tokens] == sorted(counts, reverse=True)[: len(tokens)]
+    trained(tmp_path / "other", "eagle3")
+    assert not (tmp_path / "other" / "drafter" / FREQUENT_TOKENS).exists()
 
 
 def test_eagle3_is_written_in_speculators_layout(tmp_path: Path) -> None:

@@ -258,6 +258,27 @@ def test_a_corpus_that_shrinks_or_is_left_out_is_refused(tmp_path: Path) -> None
         source.next(4)
 
 
+def test_damaged_data_that_arrives_meanwhile_loses_nothing(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    settings = settings_for(tmp_path, steps=12, log_every=1, watch=True)
+    added = tmp_path / "corpus" / "toks_1.npy"
+
+    def spoil(line: str) -> None:
+        if line.startswith("step 2 "):
+            added.write_bytes(b"nonsense")
+
+    with pytest.raises(ConfigError, match=r"toks_1.npy .*; the run is saved as of step 4: mend the data"):
+        train_for(settings, tiny_target(), report=spoil)
+    state = load_state(settings.output)
+    assert state is not None
+    assert state["step"] == 4
+    added.unlink()
+    lines: list[str] = []
+    train_for(settings, tiny_target(), report=lines.append)
+    assert "goes on from step 4" in lines
+    assert lines[-2].startswith("done: 12 steps")
+
+
 # ---- being killed --------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from tests.training.tiny import (
     LENGTH,
     PROMPT,
     greedy_streams,
+    lanes_of,
     overfit_settings,
     settings_for,
     tiny_loaded,
@@ -22,18 +23,20 @@ from tests.training.tiny import (
     trainer_of,
     write_corpus,
 )
+from torch import Tensor
 
 from outrider.api.llm import LLM
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.sampling import SamplingParams
-from outrider.training.batches import Pool, anchor_weights, eligible_anchors, known_counts, make_batch
+from outrider.training.batches import Batch, Pool, anchor_weights, eligible_anchors, known_counts, make_batch
 from outrider.training.corpus import Streams, write_shard
 from outrider.training.drafts import choose_tokens
 from outrider.training.head_part import HeadPart
-from outrider.training.loss import HeadLoss
+from outrider.training.loss import HeadLoss, LossResult
 from outrider.training.pooling import StreamSource, best_and_sure, best_tokens
 from outrider.training.run import train_for
+from outrider.training.trainer import Trainer
 
 VARIED: dict[str, Any] = {
     "k": 5,
@@ -127,6 +130,20 @@ def test_an_anchor_is_not_drawn_again_while_others_wait(tmp_path: Path) -> None:
     assert (lane._times > 1).sum().item() < 10
 
 
+@pytest.mark.parametrize("sure_weight", [0.15, 1.0])
+def test_a_run_draws_its_anchors_so(sure_weight: float, tmp_path: Path) -> None:
+    trainer = trainer_of(varied(tmp_path, sure_weight=sure_weight))
+    trainer._next_batch()
+    lane = trainer.lanes[0]
+    pool = lane._pool
+    assert pool is not None
+    # Whoever treats all alike does not ask.
+    assert (pool.sure is None) == (sure_weight == 1.0)
+    for k in (5, 2):
+        assert torch.equal(lane._weights[k], anchor_weights(pool, k, sure_weight))
+        assert torch.equal(lane._weights[k], known_counts(pool, k).float()) == (sure_weight == 1.0)
+
+
 # ---- streams end to end --------------------------------------------------------------------------------
 
 
@@ -195,6 +212,66 @@ def test_the_loss_over_a_part_is_cross_entropy_over_its_tokens() -> None:
     assert torch.allclose(found.losses, expected, atol=1e-5)
 
 
+def test_labels_that_nobody_knows_take_no_room() -> None:
+    generator = torch.Generator().manual_seed(2)
+    part = HeadPart(torch.randn(100, 8, generator=generator), np.arange(100)[::-1].copy(), 40)
+    labels = torch.arange(30, 100)
+    for _ in range(10):
+        _, place = part.choose(labels, (labels == 31) | (labels == 77), generator)
+        assert (place[[31, 77]] >= 0).all()
+
+
+def watched_step(trainer: Trainer) -> tuple[Batch, Tensor, Tensor, dict[str, Tensor]]:
+    """(batch, places of its labels, the part of the head, what the step reports) of one step."""
+    batches, scored = [], []
+    next_batch, head_loss = trainer._next_batch, trainer.head_loss
+
+    def watched_batch() -> Batch:
+        batches.append(next_batch())
+        return batches[-1]
+
+    def watched_loss(rows: Tensor, labels: Tensor, *more: Any, part: Tensor) -> LossResult:
+        scored.append((labels, part))
+        return head_loss(rows, labels, *more, part=part)
+
+    trainer._next_batch = watched_batch  # type: ignore[method-assign]
+    trainer.head_loss = watched_loss  # type: ignore[assignment]
+    values = trainer.train_step()
+    return batches[0], *scored[0], values
+
+
+def test_a_step_finds_its_labels_in_the_part(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    trainer = trainer_of(settings_for(tmp_path, loss_vocab_size=128))
+    batch, places, part, values = watched_step(trainer)
+    known = batch.known.flatten()
+    assert known.sum() > 40
+    assert torch.equal(part[places[known]], trainer.plan.head[batch.labels.flatten()[known]])
+    assert values["known"].item() == pytest.approx(batch.known.float().mean().item())
+
+
+def test_labels_for_which_the_part_has_no_room_do_not_count(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    trainer = trainer_of(settings_for(tmp_path, loss_vocab_size=4))
+    batch, places, part, values = watched_step(trainer)
+    head, labels = trainer.plan.head, batch.labels.flatten()
+    found = batch.known.flatten() & (part[places] == head[labels]).all(-1)
+    assert 0 < found.sum() < batch.known.sum()
+    assert values["known"].item() == pytest.approx(found.float().mean().item())
+
+
+@pytest.mark.parametrize(("method", "changes"), [("dflash", {}), ("eagle3", {"draft_vocab_size": 40})])
+def test_the_part_has_what_the_assistant_writes_most(method: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    trainer = trainer_of(settings_for(tmp_path, method, loss_vocab_size=20, **changes))
+    streams = greedy_streams(8)
+    counts = np.bincount(streams.tokens[streams.roles], minlength=END + 1)
+    kept = trainer.plan.choices.kept
+    counts = counts if kept is None else counts[list(kept)]
+    assert trainer.head_part is not None
+    assert sorted(counts[trainer.head_part._frequent]) == sorted(counts)[-15:]
+
+
 # ---- whole runs ----------------------------------------------------------------------------------------
 
 
@@ -231,6 +308,7 @@ def test_smaller_blocks_are_learnt_told_and_used_by_the_engine(tmp_path: Path) -
     engine = tiny_engine(tiny_loaded(), speculative_config=config)
     prompts = greedy_streams(4).tokens[:, :PROMPT].tolist()
     LLM.over(engine).generate(prompts, SamplingParams(temperature=0, max_tokens=LENGTH - PROMPT))
+    assert engine.runner._footprint.block_rows == 3
     simulated = smaller["categories"]["all"]["mean_acceptance_length"]
     assert engine.speculation.mean_acceptance_length == pytest.approx(simulated, abs=0.3)
 
@@ -266,6 +344,22 @@ def test_streams_that_are_added_come_before_any_is_seen_again(tmp_path: Path) ->
     write_shard(corpus, greedy_streams(8, seed=1))
     seen += source.next(12).tolist()
     assert sorted(seen) == list(range(16))
+
+
+def test_long_streams_may_be_added_too(tmp_path: Path) -> None:
+    lane = lanes_of(varied(tmp_path, watch=True))[1]
+    assert len(lane.source.streams) == 8
+    write_long_corpus(tmp_path / "long", 4)
+    lane.next_members()
+    assert len(lane.source.streams) == 12
+
+
+def test_long_streams_are_part_of_what_a_run_is(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    long = write_long_corpus(tmp_path / "long")
+    train_for(settings_for(tmp_path, steps=1), tiny_target(), report=quiet)
+    with pytest.raises(ConfigError, match="long was False, now True"):
+        train_for(settings_for(tmp_path, steps=2, long_data=(long,)), tiny_target(), report=quiet)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ class StreamSource:
             raise ConfigError(f"{', '.join(str(path) for path in self.paths)}: no streams yet")
         if len({part.tokens.shape[1] for part in parts.values()}) > 1:
             raise ConfigError("the corpora have streams of different lengths; train on one length at a time")
+        pieces = list(self._pieces)
         for number, known in enumerate(self._known()):
             there = len(parts[number]) if number in parts else 0
             if there < known:
@@ -75,8 +76,9 @@ class StreamSource:
                     "give the run the same data, or begin anew with --fresh"
                 )
             if there > known:
-                self._pieces.append(Piece(number, known, there))
-        taken = [parts[piece.corpus][slice(piece.start, piece.stop)] for piece in self._pieces]
+                pieces.append(Piece(number, known, there))
+        self._pieces = pieces
+        taken = [parts[piece.corpus][slice(piece.start, piece.stop)] for piece in pieces]
         return Streams(
             tokens=np.concatenate([part.tokens for part in taken]), roles=np.concatenate([part.roles for part in taken])
         )

@@ -144,9 +144,21 @@ class Trainer:
         counts = settings.draft_counts
         k = counts[0] if usual or not self._by_chance(settings.smaller_share, counts) else counts[1]
         if not lane.queue:
-            self._fill(lane, lane.next_members())
+            self._fill(lane, self._next_members(lane))
             lane.plan_draws(self.shuffle)
         return lane.draw(k, self.generator)
+
+    def _next_members(self, lane: Lane) -> npt.NDArray[np.int64]:
+        try:
+            return lane.next_members()
+        except ConfigError as problem:
+            # Data that was added meanwhile is damaged; what was learnt without it is not.
+            if not self.step:
+                raise
+            self.save()
+            raise ConfigError(
+                f"{problem}; the run is saved as of step {self.step:,}: mend the data, and the same command goes on"
+            ) from None
 
     def _by_chance(self, share: float, choices: Sequence[object]) -> bool:
         """Whether the second of two is taken; where there is one, nothing is drawn."""
