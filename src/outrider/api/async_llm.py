@@ -66,7 +66,11 @@ class AsyncLLM:
         def deliver(item: RequestOutput | Exception) -> None:
             _unless_closed(loop, arrivals.put_nowait, item)
 
-        self._order(lambda: self._start(name, prompt, params, deliver))
+        grammars, compiled = self._llm.engine.grammars, None
+        if grammars is not None and params.grammar is not None:
+            # Here rather than in the engine's thread, so that nobody else waits.
+            compiled = await asyncio.wrap_future(grammars.compile(params.grammar))
+        self._order(lambda: self._start(name, prompt, params, deliver, compiled))
         finished = False
         try:
             while not finished:
@@ -128,13 +132,13 @@ class AsyncLLM:
             with suppress(BaseException):
                 self._llm.engine.abort(name)
 
-    def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery) -> None:
+    def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery, compiled: Any) -> None:
         if self._ended is not None:
             deliver(self._ended)
             return
         try:
             text, ids = self._llm.encode(prompt)
-            self._llm.engine.add_request(name, ids, params, prompt=text)
+            self._llm.engine.add_request(name, ids, params, prompt=text, compiled=compiled)
         except Exception as error:
             # Whatever is wrong with it, it is this caller's alone.
             if not isinstance(error, RequestError):

@@ -17,6 +17,9 @@ from outrider.kv.manager import KVManager
 from outrider.kv.prefix import CacheIdentity
 from outrider.kv.retention import Retention
 from outrider.layers.select import select_ops
+from outrider.matching.grammars import COMPILE_LIMIT_S, Grammars
+from outrider.matching.native import is_installed
+from outrider.matching.tokens import token_table
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
@@ -65,6 +68,7 @@ def build_engine(
     model: LoadedModel | None = None,
     drafter: Drafter | None = None,
     progress: Progress | None = None,
+    grammar_compile_limit_s: float = COMPILE_LIMIT_S,
 ) -> Engine:
     """Load what `config` names. A model or a drafter that is loaded already may be passed instead."""
     device = resolve_device(config.device)
@@ -162,7 +166,11 @@ def build_engine(
     )
     if sanitizer is not None and config.sanitizer_level == "bytes":
         sanitizer.checksums = Checksums(runner.store.page_bytes)
-    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k)
+    grammars = None
+    if model.eos_ids and is_installed():
+        table = token_table(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
+        grammars = Grammars(table, device=device, limit_s=grammar_compile_limit_s)
+    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars)
 
 
 def _least_confidence(speculation: SpeculativeConfig, device: torch.device) -> float:

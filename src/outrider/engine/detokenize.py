@@ -52,17 +52,28 @@ def _byte_characters() -> dict[str, int]:
 BYTE_OF = _byte_characters()
 
 
+def token_bytes(token: str, decoding: Decoding) -> bytes:
+    """What a token adds to a text that has begun already."""
+    if decoding is Decoding.BYTE_LEVEL:
+        return _byte_level(token)
+    byte = _raw_byte(token)
+    return token.replace("▁", " ").encode("utf-8") if byte is None else bytes([byte])
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[character] for character in token])
+    except KeyError:
+        # An added token is spelt as it is.
+        return token.encode("utf-8")
+
+
 class _ByteLevelText:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token: str) -> str:
-        try:
-            raw = bytes([BYTE_OF[character] for character in token])
-        except KeyError:
-            # An added token is spelt as it is.
-            raw = token.encode("utf-8")
-        return self._decoder.decode(raw)
+        return self._decoder.decode(_byte_level(token))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

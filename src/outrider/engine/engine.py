@@ -19,6 +19,9 @@ from outrider.config import EngineConfig
 from outrider.engine.continuation import Continuation
 from outrider.engine.outputs import Origin, RequestMetrics, RequestOutput, SpeculationCounts
 from outrider.errors import BusyError, RequestError
+from outrider.grammar import Grammar
+from outrider.matching.grammars import CompiledGrammar, Grammars
+from outrider.matching.matcher import Matcher
 from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
 from outrider.runner.runner import Runner, StepResult
@@ -77,6 +80,7 @@ class Engine:
         *,
         sanitizer: Sanitizer | None = None,
         k: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """Put together by `engine.build.build_engine`."""
         self.config = config
@@ -85,8 +89,8 @@ class Engine:
         self.runner = runner
         self.sanitizer = sanitizer
         self.k = k
-        self.supports_grammars = False
-        """Can this engine make masks from a grammar? A request that brings one is refused otherwise."""
+        self.grammars = grammars
+        """None: a request that brings a grammar is refused."""
         self.speculation = SpeculationCounts()
         self.inside = Lock()
         """Held by the call that is at work; see `alone`."""
@@ -95,6 +99,10 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._owner: dict[str, tuple[str, int]] = {}
         """Scheduler's id of a continuation -> (request, which continuation)."""
+
+    @property
+    def supports_grammars(self) -> bool:
+        return self.grammars is not None
 
     @property
     def max_model_len(self) -> int:
@@ -121,10 +129,12 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         speculate: bool = True,
+        compiled: CompiledGrammar | None = None,
     ) -> None:
         """Queue a request, or refuse it with the reason. Nobody else's request is touched.
 
         Without `speculate` it decodes plainly: its drafter is fed, where it has KV, but proposes nothing.
+        `compiled` is its grammar, from `grammars.compile`, for whoever cannot wait for that here.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
@@ -133,11 +143,7 @@ class Engine:
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
             )
-        if params.grammar is not None and not self.supports_grammars:
-            raise RequestError(
-                f"request {request_id!r}: output in a given form ({params.grammar.kind.value}) is not available in "
-                "this version; leave it out and check the text yourself"
-            )
+        matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar, compiled)
         self._end_leavers()
         prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids)
         # Checks the settings against the vocabulary, so before anybody takes the request.
@@ -147,6 +153,7 @@ class Engine:
             device=self.runner.device,
             prompt=prompt_token_ids,
             eos_token_ids=self.model.eos_ids,
+            matcher=matcher,
         )
         room = self.max_model_len - len(prompt_token_ids)
         stop = frozenset(params.stop_token_ids or ())
@@ -199,6 +206,22 @@ class Engine:
             self._drop(request_id)
             self._live.pop(request_id, None)
             raise
+
+    def _matcher(
+        self, request_id: str, params: SamplingParams, grammar: Grammar, compiled: CompiledGrammar | None
+    ) -> Matcher:
+        if self.grammars is None:
+            raise RequestError(
+                f"request {request_id!r}: output in a given form ({grammar.kind.value}) is not available: it takes a "
+                "model with an end-of-text token, and the package xgrammar (pip install 'outrider[grammar]'); leave "
+                "it out and check the text yourself"
+            )
+        if params.ignore_eos:
+            raise RequestError(
+                f"request {request_id!r}: ignore_eos and a grammar contradict each other, since a text that has its "
+                "form ends; leave one of them out"
+            )
+        return self.grammars.matcher(self.grammars.compile(grammar).result() if compiled is None else compiled)
 
     def _checked_tokens(self, request_id: str, given: Sequence[int]) -> list[int]:
         """The prompt as plain token ids of this model, or the reason why it is none."""

@@ -51,9 +51,11 @@ class RunningRequest:
 
     @property
     def draws_depend(self) -> bool:
-        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length)?"""
+        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length, a form)?"""
         sampling = self.sampling
-        return sampling.history is not None or sampling.generated < sampling.min_tokens
+        if sampling.history is not None or sampling.matcher is not None:
+            return True
+        return sampling.generated < sampling.min_tokens
 
     def take(self, tokens: Sequence[int]) -> None:
         """These tokens are committed."""
@@ -78,4 +80,7 @@ class RunningRequest:
         if self.together and least_confidence:
             # Confidence only falls, so the likely ones come first.
             drafts = drafts[: sum(together >= least_confidence for together in self.together)]
+        if self.sampling.matcher is not None:
+            # Found in a text, or drawn from a vocabulary without any token that the grammar allows here.
+            drafts = drafts[: self.sampling.matcher.count_allowed(drafts)]
         self.drafts = drafts

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.errors import RequestError
 from outrider.kernels.portable import fork_seed
+from outrider.matching.matcher import Matcher
 from outrider.sampling import SamplingParams
 
 
@@ -71,6 +72,7 @@ class RequestSampling:
         eos_token_ids: Iterable[int] = (),
         fork: int = 0,
         seed: int | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
         self.params = params
@@ -92,6 +94,8 @@ class RequestSampling:
         if params.allowed_token_ids is not None:
             self.allowed = torch.zeros(vocab_size, dtype=torch.bool, device=self.device)
             self.allowed[torch.tensor(params.allowed_token_ids, device=self.device)] = True
+        self.matcher = matcher
+        """Where the output has a form: what may come next."""
         self.history: TokenCounts | None = None
         if params.penalises:
             self.history = TokenCounts()
@@ -105,6 +109,8 @@ class RequestSampling:
     def append(self, tokens: Sequence[int]) -> None:
         """These tokens were committed."""
         self.generated += len(tokens)
+        if self.matcher is not None:
+            self.matcher.accept(tokens)
         if self.history is not None:
             self._check(tokens)
             self.history.add(tokens, 1.0)
@@ -115,7 +121,18 @@ class RequestSampling:
         twin.__dict__.update(self.__dict__)
         twin.seed = fork_seed(self.request_seed, number)
         twin.history = None if self.history is None else self.history.copy()
+        twin.matcher = None if self.matcher is None else self.matcher.fork()
         return twin
+
+    def rows(self, position: int, assumed: tuple[int, ...] = ()) -> list[SampleRow]:
+        """The row at `position`, which assumes nothing, and the rows after each of the assumed tokens."""
+        masks = [None] * (len(assumed) + 1) if self.matcher is None else self.matcher.masks(assumed)
+        return [SampleRow(self, position + number, assumed[:number], mask) for number, mask in enumerate(masks)]
+
+    def row_after(self, position: int, assumed: tuple[int, ...]) -> SampleRow:
+        """Only the row at `position`, which assumes all of the tokens."""
+        mask = None if self.matcher is None else self.matcher.mask_after(assumed)
+        return SampleRow(self, position, assumed, mask)
 
     def _check(self, tokens: Sequence[int]) -> None:
         # An index out of range ends the whole process on CUDA.
@@ -136,7 +153,11 @@ class SampleRow(NamedTuple):
 
     @property
     def suppresses(self) -> bool:
-        return self.state.generated + len(self.assumed) < self.state.min_tokens
+        state = self.state
+        if state.generated + len(self.assumed) >= state.min_tokens:
+            return False
+        # A text that has its form and cannot go on ends, however short.
+        return self.mask is None or int(self.mask.sum()) > int(self.mask[list(state.suppressed)].sum())
 
     @property
     def edited(self) -> bool:

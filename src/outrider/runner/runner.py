@@ -161,12 +161,11 @@ class Runner:
             known = row.start + row.num_rows - row.drafts
             at = first + known - 1 - (row.start - row.tap_rows)
             assumed = tuple(request.drafts[: row.drafts])
-            for number in range(row.drafts + 1):
-                spread.append(len(places) + number)
-                draws.append(SampleRow(request.sampling, known + number, assumed[:number]))
+            spread.extend(range(len(places), len(places) + row.drafts + 1))
+            draws.extend(request.sampling.rows(known, assumed))
             for sampling in request.forks if row.samples > 1 else ():
                 spread.append(len(places))
-                draws.append(SampleRow(sampling, known, ()))
+                draws.extend(sampling.rows(known))
             places.extend(range(at, at + row.drafts + 1))
         if not draws:
             return [() for _ in step_rows], {}
@@ -297,7 +296,7 @@ class Runner:
 
     def _draw(self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary) -> list[int]:
         """Drafts are drawn with the target's processors and noise, so that they agree as often as they can."""
-        draws = [SampleRow(self.requests[row.request.id].sampling, row.position, row.before) for row in rows]
+        draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
         if self.least_confidence:
             for row, share in zip(rows, largest_shares(logits, self.ops), strict=True):
                 self.requests[row.request.id].drafted(share)

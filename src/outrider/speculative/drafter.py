@@ -39,7 +39,7 @@ class DraftedRequest(Protocol):
 
     @property
     def draws_depend(self) -> bool:
-        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length)?"""
+        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length, a form)?"""
 
 
 class FeedRow(NamedTuple):

@@ -41,7 +41,7 @@ def main() -> int:
         from outrider.server.engine_process.loop import EngineLoop
         from outrider.server.engine_process.warm_up import warm_up
 
-        engine = build_engine(setup.engine, progress=progress)
+        engine = build_engine(setup.engine, progress=progress, grammar_compile_limit_s=setup.grammar_compile_limit_s)
     except OutriderError as error:
         socket.send(encode(Broken(kind=type(error).__name__, message=str(error))))
         return BROKEN_STATUS

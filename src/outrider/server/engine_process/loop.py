@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import zmq
 
@@ -36,6 +38,8 @@ logger = logging.getLogger("outrider.engine")
 
 REPORT_INTERVAL_S = 0.25
 """Figures are sent at least so often while there is work, even if no client waits for text."""
+COMPILED_POLL_MS = 10
+"""How often an idle engine looks whether a grammar is compiled."""
 FAILED_STEPS_MAX = 3
 """After so many steps in a row that raised, the process gives up: a fresh one may do better."""
 
@@ -53,6 +57,8 @@ class EngineLoop:
         self._reported_s = 0.0
         self._stopped = False
         self._failed_steps = 0
+        self._compiling: dict[str, tuple[Submit, Future[Any]]] = {}
+        """Requests that wait for their grammar."""
 
     def run(self) -> None:
         self._send(Ready(facts=facts_of(self._engine)))
@@ -69,9 +75,13 @@ class EngineLoop:
     def _take_orders(self, *, wait: bool) -> None:
         """All that are there; if there is nothing else to do, at least one."""
         taken = False
-        while not self._stopped and self._socket.poll(None if wait else 0, zmq.POLLIN):
+        limit_ms = 0 if not wait else COMPILED_POLL_MS if self._compiling else None
+        while not self._stopped and self._socket.poll(limit_ms, zmq.POLLIN):
             self._obey(self._socket.recv())
-            wait, taken = False, True
+            limit_ms, taken = 0, True
+        for name in [name for name, (_, compiled) in self._compiling.items() if compiled.done()]:
+            self._add_compiled(*self._compiling.pop(name))
+            taken = True
         if taken and not self._engine.has_work:
             # No step will tell how things stand now.
             self._report([])
@@ -80,6 +90,9 @@ class EngineLoop:
         match decode_to_engine(frame):
             case Submit() as order:
                 self._submit(order)
+            case Abort(request_id=name) if name in self._compiling:
+                del self._compiling[name]
+                self._aborted += 1
             case Abort(request_id=name):
                 if self._reporters.pop(name, None) is not None:
                     self._engine.abort(name)
@@ -93,6 +106,24 @@ class EngineLoop:
                 self._stopped = True
 
     def _submit(self, order: Submit) -> None:
+        grammar, grammars = order.params.grammar, self._engine.grammars
+        if grammar is not None and grammars is not None:
+            try:
+                self._compiling[order.request_id] = (order, grammars.compile(grammar))
+            except RequestError as error:
+                self._send(Refused(request_id=order.request_id, message=str(error)))
+        else:
+            self._add(order)
+
+    def _add_compiled(self, order: Submit, compiled: Future[Any]) -> None:
+        error = compiled.exception()
+        if error is None:
+            self._add(order, compiled.result())
+        else:
+            ours = not isinstance(error, RequestError)
+            self._send(Refused(request_id=order.request_id, message=str(error), is_ours=ours))
+
+    def _add(self, order: Submit, compiled: Any = None) -> None:
         name = order.request_id
         try:
             self._engine.add_request(
@@ -102,6 +133,7 @@ class EngineLoop:
                 priority=order.priority,
                 salt=order.salt,
                 speculate=order.speculate,
+                compiled=compiled,
             )
         except RequestError as error:
             self._send(Refused(request_id=name, message=str(error)))

@@ -26,6 +26,8 @@ def warm_up(engine: Engine) -> None:
         except RequestError:
             # A context too short for this serves short requests all the same.
             continue
+    if engine.grammars is not None:
+        engine.grammars.prepare()
     while engine.has_work:
         engine.step()
     engine.reset_prefix_cache()

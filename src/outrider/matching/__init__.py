@@ -1,0 +1,1 @@
+"""Grammars at work: compiled in a process of their own, and followed token by token."""

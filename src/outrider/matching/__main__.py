@@ -1,0 +1,61 @@
+"""The process that compiles grammars: `python -m outrider.matching`. It ends with its standard input."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import xgrammar
+
+from outrider.errors import RequestError
+from outrider.matching.messages import LENGTH_BYTES, BadGrammar, Done, UseTokens, decode_order, framed
+from outrider.matching.native import compile_grammar, native_tokens
+
+MEMORY_BYTES_MAX = 1 << 30
+"""Address space for compiling, beyond what the libraries take."""
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _limit_memory()
+    compiler = None
+    while (body := _read(sys.stdin.buffer)) is not None:
+        order = decode_order(body)
+        answer: Done | BadGrammar
+        if isinstance(order, UseTokens):
+            # One thread: the engine needs the other cores. No cache: the engine has one.
+            tokens = native_tokens(order.spelling, order.eos_ids)
+            compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+            answer = Done()
+        else:
+            try:
+                answer = Done(compiled=compile_grammar(compiler, order.grammar).serialize_json())
+            except RequestError as problem:
+                answer = BadGrammar(message=str(problem))
+        answers.write(framed(answer))
+        answers.flush()
+    return 0
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES_MAX
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    length = stream.read(LENGTH_BYTES)
+    if len(length) < LENGTH_BYTES:
+        return None
+    return stream.read(int.from_bytes(length, "little"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
