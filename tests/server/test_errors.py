@@ -123,28 +123,16 @@ def test_routes_that_are_not_there(tiny: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
-        {"guided_json": {"type": "object"}},
-        {"guided_regex": "[0-9]+"},
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-    ],
-)
-def test_output_in_a_given_form_is_refused_until_there_are_masks(tiny: RunningServer, change: dict[str, Any]) -> None:
-    error = refused(tiny, "/v1/chat/completions", CHAT | change)
-    assert error["code"] == "not_available"
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"guided_json": {"description": "x" * 70_000}}, "bytes"),
         ({"guided_json": "{"}, "no valid JSON"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "more than once"),
         ({"response_format": {"type": "json_schema"}}, "needs a schema"),
+        ({"guided_regex": "(a"}, "parenthesis is not closed"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"guided_grammar": "start ::= x"}, "root"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],
 )
 def test_a_wrong_form_is_refused(tiny: RunningServer, change: dict[str, Any], words: str) -> None:
