@@ -69,7 +69,8 @@ class AsyncLLM:
         grammars, compiled = self._llm.engine.grammars, None
         if grammars is not None and params.grammar is not None:
             # Here rather than in the engine's thread, so that nobody else waits.
-            compiled = await asyncio.wrap_future(grammars.compile(params.grammar))
+            # Others may wait for the same one: a caller who leaves does not cancel it.
+            compiled = await asyncio.shield(asyncio.wrap_future(grammars.compile(params.grammar)))
         self._order(lambda: self._start(name, prompt, params, deliver, compiled))
         finished = False
         try:
