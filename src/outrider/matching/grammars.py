@@ -69,7 +69,11 @@ class Grammars:
 
         self._start()
         text = shared_process().compile(self._table, Compile(grammar=grammar), self._limit_s)
-        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokens)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._tokens)
+        (start,) = self.matcher(compiled).masks([])
+        if start is None or not start.any():
+            raise RequestError(f"no text has the form of this {grammar.kind.value}; correct it")
+        return compiled
 
     def _note(self, grammar: Grammar, done: Future[CompiledGrammar]) -> None:
         with self._lock:

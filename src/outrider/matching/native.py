@@ -9,7 +9,9 @@ from typing import Any
 
 from outrider.errors import RequestError
 from outrider.grammar import Grammar, GrammarKind
-from outrider.matching.schemas import check_schema
+from outrider.matching.ebnf import either, quoted
+from outrider.matching.patterns import text_pattern
+from outrider.matching.schemas import schema_grammar
 
 LIBRARY = "xgrammar"
 MESSAGE_CHARACTERS = 300
@@ -31,10 +33,9 @@ def native_tokens(spelling: list[bytes], eos_ids: tuple[int, ...]) -> Any:
 
 def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
     """The compiled grammar, or RequestError with what is wrong."""
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        check_schema(grammar.text)
+    text = _ebnf(grammar)
     try:
-        return _compiled(compiler, grammar)
+        return compiler.compile_grammar(text)
     except Exception as problem:
         said = str(problem).strip().splitlines()
         reason = PLACE.sub("", said[-1]).rstrip(".") if said else type(problem).__name__
@@ -43,17 +44,15 @@ def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
         ) from None
 
 
-def _compiled(compiler: Any, grammar: Grammar) -> Any:
+def _ebnf(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            # Spaces where json.dumps puts them and nowhere else: a weak model could write spaces for ever.
-            return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+            return schema_grammar(grammar.text)
         case GrammarKind.JSON_OBJECT:
-            return compiler.compile_json_schema('{"type":"object"}', any_whitespace=False, strict_mode=False)
+            return schema_grammar('{"type":"object"}')
         case GrammarKind.REGEX:
-            return compiler.compile_regex(grammar.text)
+            return f"root ::= {text_pattern(grammar.text)}"
         case GrammarKind.CHOICE:
-            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
-            return compiler.compile_grammar(f"root ::= {choices}")
+            return f"root ::= {either([quoted(choice) for choice in json.loads(grammar.text)])}"
         case GrammarKind.EBNF:
-            return compiler.compile_grammar(grammar.text)
+            return grammar.text

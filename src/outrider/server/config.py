@@ -50,7 +50,7 @@ class ServerConfig:
     tools_max: int = 128
     grammar_bytes_max: int = 64 << 10
     """Of a JSON schema, a regular expression or any other grammar, and of all tools together."""
-    grammar_compile_limit_s: float = 2.0
+    grammar_compile_limit_s: float = 10.0
     render_limit_s: float = 2.0
     """For one conversation or prompt to become tokens; who takes longer is interrupted."""
     text_processes: int = 2
