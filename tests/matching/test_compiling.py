@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,23 +16,31 @@ from tests.server.tiny_model import real_text
 
 from outrider.api.async_llm import AsyncLLM
 from outrider.api.llm import LLM
+from outrider.engine.engine import Engine
 from outrider.errors import RequestError
 from outrider.grammar import Grammar, GrammarKind
 from outrider.matching import grammars as grammars_module
 from outrider.matching.grammars import Grammars
-from outrider.matching.tokens import token_table
+from outrider.matching.messages import Compile
+from outrider.matching.process import CompilerProcess
+from outrider.matching.tokens import TokenTable, token_table
 from outrider.sampling import SamplingParams
 
 CPU = torch.device("cpu")
-SLOW = Grammar(
-    kind=GrammarKind.JSON_SCHEMA,
-    text=json.dumps(
-        {
-            "type": "object",
-            "properties": {f"p{i}": {"type": "string", "pattern": "(a|b|c){1,300}x(d|e){1,300}"} for i in range(200)},
-        }
-    ),
-)
+
+
+class HeldCompiler(CompilerProcess):
+    """Compiles only what it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let = threading.Event()
+        self.asked: list[str] = []
+
+    def compile(self, table: TokenTable, order: Compile, limit_s: float) -> str:
+        self.asked.append(order.grammar.text)
+        assert self.let.wait(300), "nobody let it"
+        return super().compile(table, order, limit_s)
 
 
 def regex(text: str) -> Grammar:
@@ -39,7 +50,7 @@ def regex(text: str) -> Grammar:
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        (GrammarKind.REGEX, "(ab", "parenthesis is not closed"),
+        (GrammarKind.REGEX, "(ab", "parenthesis that is not closed"),
         (GrammarKind.EBNF, "start ::= x", "root"),
         (GrammarKind.JSON_SCHEMA, '{"type":"objct"}', "objct"),
         (GrammarKind.JSON_SCHEMA, '{"$ref":"#/$defs/x"}', "$defs"),
@@ -47,6 +58,8 @@ def regex(text: str) -> Grammar:
         (GrammarKind.JSON_SCHEMA, '{"items":{"uniqueItems":true}}', "items: uniqueItems"),
         (GrammarKind.JSON_SCHEMA, '{"allOf":[{"type":"string"},{"maxLength":3}]}', "write them as one"),
         (GrammarKind.JSON_SCHEMA, '{"properties":{"a":7}}', "a schema is an object"),
+        (GrammarKind.CHOICE, "[]", "at least one"),
+        (GrammarKind.EBNF, 'root ::= root "b"', "no text has the form"),
     ],
 )
 def test_a_wrong_grammar_is_refused_with_the_reason(kind: GrammarKind, text: str, words: str) -> None:
@@ -64,11 +77,29 @@ def test_a_grammar_and_a_text_without_end_contradict_each_other() -> None:
 
 
 def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
-    grammars = Grammars(tiny_table(), device=CPU, limit_s=0.5)
-    grammars.prepare()
-    with pytest.raises(RequestError, match=r"took longer than 0\.5 s"):
-        grammars.compile(SLOW).result()
-    assert Grammars(tiny_table(), device=CPU, limit_s=60).compile(regex("ab")).result() is not None
+    process = CompilerProcess()
+    process.start(tiny_table())
+    stopped = process.pid
+    assert stopped is not None
+    # A process that is stopped takes longer than any limit.
+    os.kill(stopped, signal.SIGSTOP)
+    order = Compile(grammar=regex("a"))
+    with pytest.raises(RequestError, match=r"the regex took longer than 0\.5 s to compile; make it simpler"):
+        process.compile(tiny_table(), order, 0.5)
+    assert not Path(f"/proc/{stopped}").exists()
+    assert process.compile(tiny_table(), order, 300)
+    assert process.pid not in (None, stopped)
+
+
+def test_a_compiler_that_dies_takes_one_grammar_with_it() -> None:
+    process = CompilerProcess()
+    process.start(tiny_table())
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    with pytest.raises(RequestError, match="took too much memory to compile"):
+        process.compile(tiny_table(), Compile(grammar=regex("a")), 300)
+    assert process.compile(tiny_table(), Compile(grammar=regex("a")), 300)
 
 
 def test_a_grammar_is_compiled_once_and_forgotten_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,30 +115,65 @@ def test_a_grammar_is_compiled_once_and_forgotten_for_others(monkeypatch: pytest
     assert [grammar.text for grammar in grammars._kept] == ["c", "d"]
 
 
+async def text_of(llm: AsyncLLM, params: SamplingParams) -> str:
+    text = ""
+    async for output in llm.generate({"prompt_token_ids": [1, 2, 3]}, params):
+        text = output.outputs[0].text
+    return text
+
+
+def held_engine() -> tuple[Engine, HeldCompiler]:
+    engine, compiler = tiny_engine(ending_model()), HeldCompiler()
+    engine.grammars = Grammars(tiny_table(), device=CPU, limit_s=300, compiler=compiler)
+    return engine, compiler
+
+
 def test_others_go_on_while_a_grammar_is_compiled() -> None:
-    """The slow one is refused in the end; the plain one has long been answered."""
-    engine = tiny_engine(ending_model())
-    engine.grammars = Grammars(tiny_table(), device=CPU, limit_s=3)
-    engine.grammars.prepare()
-    order: list[str] = []
+    engine, compiler = held_engine()
 
-    async def ask(llm: AsyncLLM, name: str, params: SamplingParams) -> None:
-        try:
-            async for _ in llm.generate({"prompt_token_ids": [1, 2, 3]}, params):
-                pass
-        except RequestError:
-            name += " refused"
-        order.append(name)
-
-    async def both() -> None:
+    async def both() -> str:
         async with AsyncLLM(llm=LLM.over(engine)) as llm:
-            slow = asyncio.create_task(ask(llm, "slow", SamplingParams(grammar=SLOW)))
-            await asyncio.sleep(0)
-            await ask(llm, "plain", SamplingParams(temperature=0, max_tokens=4))
-            await slow
+            waiting = asyncio.create_task(text_of(llm, SamplingParams(temperature=0, grammar=regex("abc"))))
+            while not compiler.asked:
+                await asyncio.sleep(0.01)
+            assert await text_of(llm, SamplingParams(temperature=0, max_tokens=4))
+            assert not waiting.done()
+            compiler.let.set()
+            return await waiting
 
-    asyncio.run(both())
-    assert order == ["plain", "slow refused"]
+    assert asyncio.run(both()) == "abc"
+
+
+def test_a_caller_who_leaves_does_not_take_the_grammar_from_others() -> None:
+    engine, compiler = held_engine()
+
+    async def three() -> list[str]:
+        async with AsyncLLM(llm=LLM.over(engine)) as llm:
+            params = SamplingParams(temperature=0, grammar=regex("abc"))
+            callers = [asyncio.create_task(text_of(llm, params)) for _ in range(3)]
+            while not compiler.asked:
+                await asyncio.sleep(0.01)
+            callers[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await callers[0]
+            compiler.let.set()
+            return await asyncio.gather(*callers[1:])
+
+    assert asyncio.run(three()) == ["abc", "abc"]
+    assert compiler.asked == ["abc"]
+
+
+def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "WAITING_MAX", 2)
+    compiler = HeldCompiler()
+    grammars = Grammars(tiny_table(), device=CPU, limit_s=300, compiler=compiler)
+    waiting = [grammars.compile(regex(text)) for text in ("a", "b")]
+    with pytest.raises(RequestError, match="2 other grammars wait"):
+        grammars.compile(regex("c"))
+    assert grammars.compile(regex("b")) is waiting[1]
+    compiler.let.set()
+    assert all(future.result() is not None for future in waiting)
+    grammars.compile(regex("c")).result()
 
 
 def test_no_grammar_allows_a_special_token() -> None:

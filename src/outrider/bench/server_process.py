@@ -58,16 +58,17 @@ class ServerProcess:
             self.stop()
             raise ModelError(f"the server did not start: {' '.join(self.lines[-3:]) or 'it said nothing'}")
 
-    def children(self) -> dict[str, list[int]]:
-        """Process ids by what they are: engine_process, text_process."""
+    def children(self, of: int | None = None) -> dict[str, list[int]]:
+        """Process ids by what they are: engine_process, text_process; those that another process started, if asked."""
         found: dict[str, list[int]] = {}
+        wanted = self.process.pid if of is None else of
         for entry in Path("/proc").iterdir():
             try:
                 parent = re.search(r"^PPid:\s+(\d+)", (entry / "status").read_text(), re.MULTILINE)
                 command = (entry / "cmdline").read_bytes().decode().split("\0")
             except (OSError, ValueError):
                 continue
-            if parent is not None and int(parent[1]) == self.process.pid and "-m" in command:
+            if parent is not None and int(parent[1]) == wanted and "-m" in command:
                 found.setdefault(command[command.index("-m") + 1].rpartition(".")[2], []).append(int(entry.name))
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -25,11 +25,27 @@ KEPT_BYTES_MAX = 256 << 20
 WAITING_MAX = 64
 
 
+class Compiler(Protocol):
+    """Who compiles: a process of its own, but in tests."""
+
+    def start(self, table: TokenTable) -> None: ...
+
+    def compile(self, table: TokenTable, order: Compile, limit_s: float) -> str: ...
+
+
 class Grammars:
-    def __init__(self, table: TokenTable, *, device: torch.device, limit_s: float = COMPILE_LIMIT_S) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        device: torch.device,
+        limit_s: float = COMPILE_LIMIT_S,
+        compiler: Compiler | None = None,
+    ) -> None:
         self._table = table
         self._device = device
         self._limit_s = limit_s
+        self._compiler = shared_process() if compiler is None else compiler
         self._lock = Lock()
         self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         """The least recently wanted first; those that are still being compiled among them."""
@@ -60,7 +76,7 @@ class Grammars:
         return Matcher.of(compiled, vocab_size=len(self._table.spelling), device=self._device)
 
     def _start(self) -> None:
-        shared_process().start(self._table)
+        self._compiler.start(self._table)
         if self._tokens is None:
             self._tokens = native_tokens(self._table.spelling, self._table.eos_ids)
 
@@ -68,7 +84,7 @@ class Grammars:
         import xgrammar
 
         self._start()
-        text = shared_process().compile(self._table, Compile(grammar=grammar), self._limit_s)
+        text = self._compiler.compile(self._table, Compile(grammar=grammar), self._limit_s)
         compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._tokens)
         (start,) = self.matcher(compiled).masks([])
         if start is None or not start.any():

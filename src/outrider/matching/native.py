@@ -53,6 +53,9 @@ def _ebnf(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return f"root ::= {text_pattern(grammar.text)}"
         case GrammarKind.CHOICE:
-            return f"root ::= {either([quoted(choice) for choice in json.loads(grammar.text)])}"
+            choices = json.loads(grammar.text)
+            if not choices:
+                raise RequestError("the choice is empty; give at least one text")
+            return f"root ::= {either([quoted(choice) for choice in choices])}"
         case GrammarKind.EBNF:
             return grammar.text

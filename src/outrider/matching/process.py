@@ -30,6 +30,11 @@ class CompilerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._table: TokenTable | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """None while it does not run."""
+        return None if self._process is None else self._process.pid
+
     def start(self, table: TokenTable) -> None:
         """Have it running and ready for grammars over these tokens."""
         with self._lock:
