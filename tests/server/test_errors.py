@@ -129,7 +129,7 @@ def test_routes_that_are_not_there(tiny: RunningServer) -> None:
         ({"guided_json": "{"}, "no valid JSON"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "more than once"),
         ({"response_format": {"type": "json_schema"}}, "needs a schema"),
-        ({"guided_regex": "(a"}, "parenthesis is not closed"),
+        ({"guided_regex": "(a"}, "parenthesis that is not closed"),
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"guided_grammar": "start ::= x"}, "root"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from tests.server.conftest import TINY
 from tests.server.running import RunningServer
 
 CHAT = [{"role": "user", "content": "Which animal?"}]
@@ -101,10 +107,56 @@ def test_a_call_that_must_be_made_is_made(client: openai.OpenAI, choice: Any) ->
     assert Animal.model_validate(json.loads(call.function.arguments))
 
 
-def test_a_slow_grammar_is_refused_and_others_are_served(tiny: RunningServer, client: openai.OpenAI) -> None:
-    """Longer than the two seconds that a grammar has unless the server is told otherwise."""
-    pattern = {"type": "string", "pattern": "(a|b|c){1,300}x(d|e){1,300}"}
-    schema = {"type": "object", "properties": {f"p{number}": pattern for number in range(200)}}
-    with pytest.raises(openai.BadRequestError, match="took longer than 2 s to compile"):
-        said(client, guided_json=schema)
+def test_a_text_that_can_go_no_further_is_an_error_of_its_own_request(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError, match="no token may be chosen"):
+        said(client, guided_grammar='root ::= "ab" rest\nrest ::= rest "c"')
     assert said(client, guided_regex="abc") == "abc"
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems cannot be kept to"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "needs itself without end"),
+        ({"type": "string", "enum": []}, "enum is a list of at least one"),
+        ({"type": "object", "properties": {str(n): {"type": "string"} for n in range(5000)}}, "more than"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, schema: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(words)):
+        said(client, guided_json=schema)
+
+
+@pytest.fixture
+def patient(tiny_model_path: Path) -> Iterator[RunningServer]:
+    """Its compiler has more time than any test takes."""
+    server = RunningServer(tiny_model_path, *TINY, "--served-model-name", "tiny", "--grammar-compile-limit", "600")
+    try:
+        yield server.wait()
+    finally:
+        assert server.stop() == 0, server.log
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody(patient: RunningServer) -> None:
+    client = patient.openai()
+    (compiler,) = patient.children(patient.engine_pid)["matching"]
+    # A process that is stopped takes as long as one likes.
+    os.kill(compiler, signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        held = threads.submit(said, client, guided_regex="abc")
+        for _ in range(3):
+            assert client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5).choices
+        assert not held.done()
+        # Who leaves while a grammar is compiled leaves nothing behind.
+        with pytest.raises(openai.APITimeoutError):
+            said(client.with_options(timeout=1), guided_regex="abd")
+        os.kill(compiler, signal.SIGCONT)
+        assert held.result() == "abc"
+        os.kill(compiler, signal.SIGSTOP)
+        lost = threads.submit(said, client, guided_regex="abe")
+        assert client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5).choices
+        os.kill(compiler, signal.SIGKILL)
+        with pytest.raises(openai.BadRequestError, match="took too much memory"):
+            lost.result()
+    assert said(client, guided_regex="abe") == "abe"
+    assert patient.children(patient.engine_pid)["matching"] != [compiler]
