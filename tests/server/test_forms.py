@@ -107,6 +107,53 @@ def test_a_call_that_must_be_made_is_made(client: openai.OpenAI, choice: Any) ->
     assert Animal.model_validate(json.loads(call.function.arguments))
 
 
+def test_references_in_tools_lead_to_their_own_tool(client: openai.OpenAI) -> None:
+    """Two tools that each have a definition of the same name."""
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"what": {"$ref": "#/$defs/thing"}},
+                    "required": ["what"],
+                    "$defs": {"thing": {"enum": values}},
+                },
+            },
+        }
+        for name, values in (("first", ["a", "b"]), ("second", [1, 2]))
+    ]
+    for seed in range(6):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=CHAT,
+            tools=tools,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=1.5,
+            seed=seed,
+            max_tokens=150,
+        )
+        (call,) = answer.choices[0].message.tool_calls or []
+        said = json.loads(call.function.arguments)["what"]
+        assert said in (["a", "b"] if call.function.name == "first" else [1, 2])
+
+
+def test_the_responses_api_gives_a_form_too(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(
+        model="tiny", input="Which animal?", text_format=Animal, max_output_tokens=100, temperature=1
+    )
+    assert isinstance(parsed.output_parsed, Animal)
+    assert parsed.text is not None
+    assert parsed.text.format is not None
+    assert parsed.text.format.type == "json_schema"
+    loose = client.responses.create(
+        model="tiny", input="Hi", text={"format": {"type": "json_object"}}, max_output_tokens=200, temperature=0
+    )
+    assert loose.output_text.startswith("{")
+
+
 def test_a_text_that_can_go_no_further_is_an_error_of_its_own_request(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError, match="no token may be chosen"):
         said(client, guided_grammar='root ::= "ab" rest\nrest ::= rest "c"')

@@ -91,7 +91,7 @@ def test_log_probabilities_come_where_they_are_included(client: openai.OpenAI) -
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": [{"type": "function_call", "call_id": "c"}]},
         {"tools": [{"type": "web_search"}]},
-        {"text": {"format": {"type": "json_object"}}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "array", "contains": {}}}}},
     ],
 )
 def test_what_is_not_done_here_is_refused(client: openai.OpenAI, change: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ class ResponseWriter:
             "store": False,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(body)},
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "truncation": "disabled",
@@ -203,3 +203,8 @@ class ResponseWriter:
 
 def _plain(choice: Any) -> Any:
     return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = None if body.text is None else body.text.format
+    return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
