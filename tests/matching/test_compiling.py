@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,12 +92,19 @@ def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
     assert process.pid not in (None, stopped)
 
 
-def test_a_compiler_that_dies_takes_one_grammar_with_it() -> None:
+def test_a_compiler_that_dies_takes_one_grammar_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     process = CompilerProcess()
     process.start(tiny_table())
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    ask = process._ask
+
+    def ask_the_dead(order: Any, limit_s: float) -> Any:
+        monkeypatch.undo()
+        assert process._process is not None
+        process._process.kill()
+        process._process.wait()
+        return ask(order, limit_s)
+
+    monkeypatch.setattr(process, "_ask", ask_the_dead)
     with pytest.raises(RequestError, match="took too much memory to compile"):
         process.compile(tiny_table(), Compile(grammar=regex("a")), 300)
     assert process.compile(tiny_table(), Compile(grammar=regex("a")), 300)

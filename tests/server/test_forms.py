@@ -15,7 +15,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tests.server.conftest import TINY
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, wait_until
 
 CHAT = [{"role": "user", "content": "Which animal?"}]
 
@@ -199,11 +199,8 @@ def test_a_grammar_that_takes_long_holds_up_nobody(patient: RunningServer) -> No
             said(client.with_options(timeout=1), guided_regex="abd")
         os.kill(compiler, signal.SIGCONT)
         assert held.result() == "abc"
-        os.kill(compiler, signal.SIGSTOP)
-        lost = threads.submit(said, client, guided_regex="abe")
-        assert client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5).choices
-        os.kill(compiler, signal.SIGKILL)
-        with pytest.raises(openai.BadRequestError, match="took too much memory"):
-            lost.result()
+    # One that dies is replaced.
+    os.kill(compiler, signal.SIGKILL)
+    wait_until(lambda: "State:\tZ" in Path(f"/proc/{compiler}/status").read_text())
     assert said(client, guided_regex="abe") == "abe"
     assert patient.children(patient.engine_pid)["matching"] != [compiler]
