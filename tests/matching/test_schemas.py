@@ -254,6 +254,13 @@ def test_a_schema_that_nothing_fulfils_is_refused(schema: Any) -> None:
         of_schema(schema)
 
 
+def test_an_object_of_no_properties_is_empty() -> None:
+    grammar = of_schema({"type": "object", "properties": {}})
+    assert accepts(grammar, "{}")
+    assert not accepts(grammar, '{"a": 1}')
+    assert accepts(of_schema({"type": "object", "properties": {}, "additionalProperties": True}), '{"a": 1}')
+
+
 def test_annotations_change_nothing() -> None:
     plain = {"type": "string", "maxLength": 3}
     noted = {**plain, "title": "t", "description": "d", "default": "x", "examples": [1], "x-internal": True}

@@ -143,7 +143,7 @@ def test_what_is_not_done_here_is_refused_with_a_way_out(
         {"include": ["reasoning.encrypted_content"]},
         {"extra_body": {"stop": "x"}},
         {"tools": [{"type": "web_search"}]},
-        {"text": {"format": {"type": "json_object"}}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "array", "contains": {}}}}},
     ],
 )
 def test_what_is_not_done_here_is_refused(client: openai.OpenAI, change: dict[str, Any]) -> None:

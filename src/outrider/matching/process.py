@@ -44,20 +44,29 @@ class CompilerProcess:
         """The compiled grammar, or RequestError. Whoever else wants one waits meanwhile."""
         kind = order.grammar.kind.value
         with self._lock:
-            self._prepare(table)
             try:
-                answer = self._ask(order, limit_s)
+                try:
+                    answer = self._compile(table, order, limit_s)
+                except BrokenPipeError:
+                    # It may have died of something else just before; who kills two is to blame.
+                    answer = self._compile(table, order, limit_s)
             except TimeoutError:
-                self._end()
                 raise RequestError(f"the {kind} took longer than {limit_s:g} s to compile; make it simpler") from None
             except OSError:
-                self._end()
                 raise RequestError(f"the {kind} took too much memory to compile; make it simpler") from None
         if isinstance(answer, BadGrammar):
             raise RequestError(answer.message)
         if len(answer.compiled) > COMPILED_BYTES_MAX:
             raise RequestError(f"the {kind} is too large once it is compiled; make it simpler")
         return answer.compiled
+
+    def _compile(self, table: TokenTable, order: Compile, limit_s: float) -> Done | BadGrammar:
+        self._prepare(table)
+        try:
+            return self._ask(order, limit_s)
+        except OSError:
+            self._end()
+            raise
 
     def _prepare(self, table: TokenTable) -> None:
         if self._process is None or self._process.poll() is not None:

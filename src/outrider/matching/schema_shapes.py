@@ -43,23 +43,29 @@ def _list(item: str, least: int, most: int | None) -> str:
 def listed_object_expression(rules: Rules, pairs: list[tuple[str, bool]], least: int, most: int | None) -> str | None:
     """`pairs`: each property, and whether it must be there; in this order.
 
-    One rule for each (properties still to come, properties written), from the last property to the first. Without
-    numbers to keep to, only none and some are told apart.
+    One rule for each (properties still to come, properties written) that can be reached: compiled grammars grow with
+    the square of their rules. Without numbers to keep to, only none and some are told apart.
     """
     counted = least > 0 or most is not None
-    count_max = len(pairs) if counted else 1
-    following: list[str | None] = [
-        '"}"' if not counted or (least <= written and (most is None or written <= most)) else None
-        for written in range(count_max + 1)
-    ]
+    reached: list[set[int]] = [{0}]
+    for _, is_required in pairs:
+        before = reached[-1]
+        after = {written + 1 if counted else 1 for written in before if most is None or written < most}
+        reached.append(after if is_required else after | before)
+    following: dict[int, str] = {
+        written: '"}"'
+        for written in reached[-1]
+        if not counted or least <= written <= (len(pairs) if most is None else most)
+    }
     for number, (pair, is_required) in reversed(list(enumerate(pairs))):
-        now: list[str | None] = []
-        for written in range(min(number, count_max) + 1):
-            then = following[min(written + 1, count_max)]
+        now: dict[int, str] = {}
+        for written in reached[number]:
+            then = following.get(written + 1 if counted else 1) if most is None or written < most else None
             ways = [] if then is None else [f"{COMMA} {pair} {then}" if written else f"{pair} {then}"]
-            without = None if is_required else following[written]
-            if without is not None:
-                ways.append(without)
-            now.append(rules.named(either(ways)) if ways else None)
+            if not is_required and written in following:
+                ways.append(following[written])
+            if ways:
+                # One way is no choice, and needs no rule.
+                now[written] = ways[0] if len(ways) == 1 else rules.named(either(ways))
         following = now
-    return None if following[0] is None else f'"{{" {following[0]}'
+    return f'"{{" {following[0]}' if 0 in following else None

@@ -248,7 +248,9 @@ class _Translation:
         if missing:
             raise RequestError(f"{where}: required {missing[0][:60]!r} is not described; add it to properties")
         least, most = count(schema, "minProperties", where) or 0, count(schema, "maxProperties", where)
-        others = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
+        # Who lists none, and says nothing of others, means none: so functions without arguments are described.
+        unsaid = "properties" not in schema or "patternProperties" in schema or "propertyNames" in schema
+        others = schema.get("additionalProperties", schema.get("unevaluatedProperties", unsaid))
         if not properties:
             return self._free_object(schema, others, least, most, where, depth)
         beside: list[str] = [name for name in ("patternProperties", "propertyNames") if name in schema]

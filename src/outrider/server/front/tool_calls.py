@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from outrider.grammar import Grammar
 from outrider.server.front.grammars import json_schema
+from outrider.server.front.problems import Problem
 from outrider.server.protocol.chat import ChatRequest, NamedTool, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -271,11 +272,14 @@ def forced_grammar(body: ChatRequest) -> Grammar | None:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": _moved(_parameters(tool), f"#/items/anyOf/{number}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
     return json_schema({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}, param="tool_choice")
@@ -283,3 +287,24 @@ def forced_grammar(body: ChatRequest) -> Grammar | None:
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema at another place of a larger one: its references lead to where its parts are now."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        found = {name: moved(each) for name, each in value.items()}
+        reference = found.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            found["$ref"] = place + reference[1:]
+        return found
+
+    try:
+        whole: dict[str, Any] = moved({name: each for name, each in schema.items() if name != "$id"})
+    except RecursionError:
+        raise Problem("tools: the parameters are nested too deep; make them simpler", param="tools") from None
+    return whole
