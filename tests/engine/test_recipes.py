@@ -38,7 +38,8 @@ def test_greedy_text_is_the_references(family: str, ops: str, tmp_path: Path) ->
     assert tokens_of(drafting.generate(prompts(), GREEDY)) == expected
     # And from the cache: what lies under the windows where the longest prompt ends.
     assert tokens_of(drafting.generate(prompts()[-1:], GREEDY)) == expected[-1:]
-    assert drafting.engine.scheduler.kv.hit_tokens >= 80
+    alignment = drafting.engine.scheduler.kv.layout.alignment
+    assert drafting.engine.scheduler.kv.hit_tokens >= (len(prompts()[-1]) - 1) // alignment * alignment > 0
     for prompt, generated in zip(prompts(), expected, strict=True):
         assert len(generated) == 40
         assert_greedy_by_reference(reference, prompt, generated)

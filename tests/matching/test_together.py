@@ -184,8 +184,13 @@ def test_drafts_of_a_smaller_vocabulary_keep_to_the_form() -> None:
     assert request.drafts == []
 
 
-def test_confidence_is_a_setting_beside_a_form() -> None:
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, draft_confidence=0.5)
-    llm = LLM.over(tiny_engine(ending_model(), speculative_config=config))
-    said = llm.generate(PROMPTS[0], SamplingParams(temperature=0, grammar=GRAMMARS[1], max_tokens=100))[0].outputs[0]
+def test_unlikely_drafts_are_cut_beside_a_form_too() -> None:
+    model = ending_model()
+    config = SpeculativeConfig(method="draft_model", model="tiny", num_speculative_tokens=4, draft_confidence=0.5)
+    drafter = tiny_draft_model(model, first_layers(model, 2))
+    llm = LLM.over(tiny_engine(model, speculative_config=config, drafter=drafter))
+    params = SamplingParams(temperature=0, grammar=GRAMMARS[1], max_tokens=100)
+    said = llm.generate(PROMPTS[0], params)[0].outputs[0]
     assert re.fullmatch(PATTERN, said.text)
+    plain = LLM.over(tiny_engine(ending_model())).generate(PROMPTS[0], params)[0].outputs[0]
+    assert said.token_ids == plain.token_ids
