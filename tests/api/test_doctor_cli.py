@@ -150,5 +150,5 @@ def test_the_default_model_is_lossless_with_every_drafter(outrider: Outrider) ->
     run = outrider("doctor", "--lossless", "--prompts", 1, "--max-tokens", 6, "--max-model-len", 128, "--json")
     report = json.loads(run.out)
     assert run.status == 0, report
-    assert {each["drafter"] for each in report["lossless"]} == {"ngram", "draft_model, 10L"}
+    assert {each["drafter"] for each in report["lossless"]} == {"ngram", "draft_model, 10L", "dflash", "eagle3"}
     assert all(each["tokens"] == 6 and not each["failures"] for each in report["lossless"])

@@ -41,6 +41,15 @@ def test_groups_of_a_model_with_windows_share_an_arena(outrider: Outrider, hybri
     assert report["alignment_tokens"] == 96
 
 
+def test_where_cached_texts_are_gone_on_from_is_said(outrider: Outrider, hybrid: Path) -> None:
+    with_windows = outrider("doctor", hybrid, "--memory", "--device", "cpu", "--kv-cache-memory-bytes", "4M")
+    assert "at multiples of 96 tokens, and where a cached prompt ended" in " ".join(with_windows.out.split())
+    without = outrider(
+        "doctor", "--memory", "--device", "cpu", "--kv-cache-memory-bytes", "64M", "--max-model-len", 512
+    )
+    assert "a cached text is gone on from at any token" in " ".join(without.out.split())
+
+
 def test_a_drafters_groups_are_listed_with_their_own_arena(outrider: Outrider, hybrid: Path) -> None:
     report = memory(outrider, hybrid, "--method", "draft_model", "--drafter", hybrid)
     owners = [(group["owner"], group["name"]) for group in report["groups"]]

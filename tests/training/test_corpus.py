@@ -169,6 +169,17 @@ def test_greedy_answers_have_a_category_each_and_end_in_time(tmp_path: Path) -> 
     assert set(result["categories"]) == {"all", "talk", "sums"}
 
 
+def test_a_batch_that_takes_long_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.training.make_corpus.PULSE_S", 0.0)
+    told: list[str] = []
+    prompts = [PromptLine(turns=("hello",), category="talk")]
+    write_greedy_answers(
+        CorpusSettings(output=tmp_path, length=64), tiny_target(), chat_text(), prompts, told.append, tokens=10
+    )
+    assert told[0] == "writing streams of 64 tokens on a CPU: 1 at once"
+    assert "token 20 of 64" in told
+
+
 def test_prompts_are_read_from_lines_plain_or_zipped(tmp_path: Path) -> None:
     lines = '{"prompt": "a\\u2028b"}\n\n{"turns": ["c", "d"], "category": "two"}\n'
     (tmp_path / "plain.jsonl").write_text(lines, encoding="utf-8")

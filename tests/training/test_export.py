@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,14 @@ def test_weights_may_be_cut_into_shards_and_joined_again(tmp_path: Path) -> None
     write_tensors(tmp_path, tensors, shard_mib=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors"]
     assert torch.equal(load_file(tmp_path / "model.safetensors")["d"], tensors["d"])
+
+
+def test_everybody_may_read_what_was_exported(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 8)
+    settings = settings_for(tmp_path, steps=1)
+    before = os.umask(0o022)
+    try:
+        train_for(settings, tiny_target(), report=lambda _line: None)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in settings.output.glob("model*.safetensors")} == {0o644}

@@ -99,6 +99,13 @@ def test_another_shape_is_refused_and_said(method: str, changes: dict[str, Any],
         train_for(settings_for(tmp_path, method, steps=1, init=first, **changes), tiny_target(), report=quiet)
 
 
+def test_an_installed_drafter_may_be_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", 4)
+    # It is found, and does not fit the tiny target.
+    with pytest.raises(ConfigError, match="another shape"):
+        train_for(settings_for(tmp_path, init=Path("smollm2-135m-instruct-dflash")), tiny_target(), report=quiet)
+
+
 def test_drafters_of_another_kind_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     block, chain = trained(tmp_path / "a", "dflash"), trained(tmp_path / "b", "eagle3")
     with pytest.raises(ConfigError, match="no DFlash drafter"):

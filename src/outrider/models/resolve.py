@@ -103,7 +103,9 @@ def packaged_drafter(target: str, method: str) -> str | None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a packaged model is there."""
+    """Whether a packaged model of this name is there."""
+    if name not in PACKAGED:
+        return False
     try:
         _packaged(name)
     except ModelError:

@@ -193,7 +193,16 @@ def _shards(tensors: dict[str, Tensor], limit_bytes: int | None) -> list[dict[st
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     save_file(tensors, partial, metadata={"format": "pt"})
+    # The library lets nobody but its owner read it; a server may run as somebody else.
+    partial.chmod(0o666 & ~_umask())
     partial.replace(path)
+
+
+def _umask() -> int:
+    """Can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -100,8 +100,14 @@ class Lockstep:
         return conversation.to_question or (conversation.end,), conversation.to_answer or (conversation.end,)
 
     @torch.no_grad()
-    def run(self, openings: Sequence[Opening], *, steps: int | None = None) -> Streams:
-        """One stream per opening; openings must leave room for an answer."""
+    def run(
+        self,
+        openings: Sequence[Opening],
+        *,
+        steps: int | None = None,
+        progress: Callable[[int], None] = lambda _position: None,
+    ) -> Streams:
+        """One stream per opening; openings must leave room for an answer. `progress` is told each position."""
         assert len(openings) == self.streams
         table = np.zeros((self.streams, self.length + 1), dtype=np.int64)
         script = np.zeros((self.streams, self.length), dtype=np.int64)
@@ -130,6 +136,7 @@ class Lockstep:
         self.given.zero_()
         self.position.zero_()
         for position in range(min(self.length - 1, steps or self.length)):
+            progress(position)
             self._replay(min(self.length, (position // LENGTH_STEP + 1) * LENGTH_STEP))
         return Streams(
             tokens=self.tokens[:, : self.length].cpu().numpy(), roles=self.roles[:, : self.length].cpu().numpy()
@@ -239,12 +246,18 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, reach:
     return shares.to(q.dtype) @ values[:, :, :reach]
 
 
-def generate_corpus(lockstep: Lockstep, openings: Sequence[Opening], *, each: Callable[[Streams, int], None]) -> None:
+def generate_corpus(
+    lockstep: Lockstep,
+    openings: Sequence[Opening],
+    *,
+    each: Callable[[Streams, int], None],
+    progress: Callable[[int], None] = lambda _position: None,
+) -> None:
     """All of them, a lockstep's worth at a time; `each` takes what is done and how many openings are left."""
     size = lockstep.streams
     for start in range(0, len(openings), size):
         part = list(openings[start : start + size])
         real = len(part)
         part += part[:1] * (size - real)
-        streams = lockstep.run(part)
+        streams = lockstep.run(part, progress=progress)
         each(streams[slice(0, real)], len(openings) - start - real)

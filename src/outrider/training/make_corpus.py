@@ -17,11 +17,12 @@ from outrider.training.evaluate import CATEGORIES_FILE
 from outrider.training.generate import Conversation, Lockstep, Opening, generate_corpus
 from outrider.training.prompts import ChatText, PromptLine
 from outrider.training.settings import SEEDS
-from outrider.training.target import Target
+from outrider.training.target import Target, device_name
 
 Report = Callable[[str], None]
 # A stream must have room for an answer worth learning from.
 PROMPT_SHARE = 0.75
+PULSE_S = 15.0
 PROBE = ("first question", "an answer", "second question")
 
 
@@ -174,10 +175,26 @@ def write_conversations(
             raise _TimeIsUp
 
     try:
-        generate_corpus(lockstep, openings, each=each)
+        generate_corpus(lockstep, openings, each=each, progress=_Pulse(lockstep, report))
     except _TimeIsUp:
         report("time is up")
     return written
+
+
+class _Pulse:
+    """A line now and then while a batch is written: on a CPU one takes minutes."""
+
+    def __init__(self, lockstep: Lockstep, report: Report) -> None:
+        self._lockstep, self._report = lockstep, report
+        device = device_name(lockstep.tokens.device)
+        report(f"writing streams of {lockstep.length:,} tokens on {device}: {lockstep.streams:,} at once")
+        self._told = time.monotonic()
+
+    def __call__(self, position: int) -> None:
+        now = time.monotonic()
+        if now - self._told > PULSE_S:
+            self._told = now
+            self._report(f"token {position:,} of {self._lockstep.length:,}")
 
 
 class _TimeIsUp(Exception):
@@ -205,7 +222,7 @@ def write_greedy_answers(
         lockstep = Lockstep(
             target, streams=len(room), length=settings.length, conversation=conversation, seed=settings.seed
         )
-        streams = lockstep.run([Opening(ids=ids) for _, _, ids in room])
+        streams = lockstep.run([Opening(ids=ids) for _, _, ids in room], progress=_Pulse(lockstep, report))
         roles = streams.roles.copy()
         for number, (line, history, ids) in enumerate(room):
             roles[number, len(ids) + tokens :] = False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outrider.errors import ConfigError
+from outrider.models.resolve import is_installed
 from outrider.training.card import RunFacts, StreamFacts
 from outrider.training.checkpoint import STATE_FILE, load_state, refuse_other_run
 from outrider.training.corpus import read_note, shared_prompts
@@ -18,7 +19,7 @@ from outrider.training.export import export_drafter
 from outrider.training.initial import open_initial
 from outrider.training.lanes import open_lanes
 from outrider.training.settings import TrainSettings
-from outrider.training.target import Target, load_target
+from outrider.training.target import Target, device_name, load_target
 from outrider.training.trainer import Measured, Trainer, identity
 
 Report = Callable[[str], None]
@@ -60,6 +61,7 @@ def train(
     where = pick_device(device)
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    report(f"loading {model}")
     target = load_target(model, dtype=target_dtype(where, dtype), device=where)
     try:
         return train_for(settings, target, report=report, fresh=fresh)
@@ -75,8 +77,10 @@ def refuse_missing(settings: TrainSettings) -> None:
     for path in (*settings.data, *settings.long_data):
         if not path.exists() and not settings.watch:
             raise ConfigError(f"{path} does not exist; make a corpus first: outrider train corpus --output {path}")
-    if settings.init is not None and not settings.init.is_dir():
-        raise ConfigError(f"{settings.init} is no directory; --init takes a drafter that was exported before")
+    if settings.init is not None and not settings.init.is_dir() and not is_installed(str(settings.init)):
+        raise ConfigError(
+            f"{settings.init} is no directory and no installed drafter; --init takes a drafter that was exported before"
+        )
     answers = settings.evaluation
     if answers is not None and not answers.exists():
         raise ConfigError(f"{answers} does not exist; make it first: outrider train held-out --output {answers}")
@@ -170,7 +174,3 @@ def _make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise ConfigError(f"{path} cannot be made: {problem}") from None
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

@@ -161,3 +161,7 @@ def first_rope(spec: DecoderSpec) -> RopeSpec:
     """What a drafter rotates by: a full-attention layer's positions where there is one."""
     layers: Sequence[LayerSpec] = [layer for layer in spec.layers if layer.window is None] or spec.layers
     return layers[0].rope
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

@@ -112,7 +112,8 @@ def _converse(session: ChatSession, *, show_drafts: bool) -> None:
             try:
                 _answer(session, line, show_drafts=show_drafts)
             except RequestError as problem:
-                errors.print(Text(f"error: {problem}; /reset forgets the conversation", style="red"), soft_wrap=True)
+                remedy = "; /reset forgets the conversation" if session.turns else ""
+                errors.print(Text(f"error: {problem}{remedy}", style="red"), soft_wrap=True)
                 if not interactive:
                     raise typer.Exit(1) from None
     if len(session.turns) > 1:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.api.cli.drafter_options import METHODS, speculation_of
-from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, installed_drafters
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.terminal import errors, loading, out
 from outrider.api.cli.wording import counted
@@ -259,12 +259,14 @@ def _diagnose(plain: Engine, asked: DrafterQuestion) -> DrafterReport:
 
 
 def _drafters(model: str, layers: int, given: SpeculativeConfig | None, *, every: bool) -> Iterator[SpeculativeConfig]:
-    """What is asked for; else look-up and, for the long check, the first layers of the model itself."""
+    """What is asked for; else look-up and, for the long check, the model's first layers and what is made for it."""
     if given is not None:
         yield given
         return
     yield SpeculativeConfig(method="ngram")
     if every:
+        for method in installed_drafters(model):
+            yield SpeculativeConfig(method=method)
         few = min(SELF_DRAFT_LAYERS, max(1, layers - 1))
         yield SpeculativeConfig(method="draft_model", model=model, num_hidden_layers=few)
 

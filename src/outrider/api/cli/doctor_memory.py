@@ -41,10 +41,17 @@ def _print(report: MemoryReport) -> None:
     out.print(
         f"{counted(report.requests, 'request')} of {report.max_model_len:,} tokens can decode at once; "
         f"{report.tokens:,} tokens of usual texts fit, running or cached.\n"
-        f"Cached texts are gone on from at multiples of {report.alignment} tokens. Retention: {report.retention}.",
+        f"Retention: {report.retention}; {_hits(report)}",
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _hits(report: MemoryReport) -> str:
+    """Where a text that is cached in part may be gone on from."""
+    if all(group.window is None for group in report.groups):
+        return "a cached text is gone on from at any token."
+    return f"a cached text is gone on from at multiples of {report.alignment} tokens, and where a cached prompt ended."
 
 
 def _table(title: str, *headings: str) -> Table:

@@ -162,12 +162,13 @@ class EngineOptions:
 
 def packaged_speculations(model: str) -> list[str]:
     """For the drafters that are installed for a model, the best first; as JSON, as a person would write it."""
-    found = []
-    for method in PACKAGED_METHODS:
-        name = packaged_drafter(model.lower(), method)
-        if name is not None and is_installed(name):
-            found.append(json.dumps({"method": method}))
-    return found
+    return [json.dumps({"method": method}) for method in installed_drafters(model)]
+
+
+def installed_drafters(model: str) -> list[str]:
+    """Methods of the drafters that are installed for a model, the best first."""
+    names = {method: packaged_drafter(model.lower(), method) for method in PACKAGED_METHODS}
+    return [method for method, name in names.items() if name is not None and is_installed(name)]
 
 
 def speculative_mapping(text: str | None) -> dict[str, Any] | None:

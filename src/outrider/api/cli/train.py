@@ -208,4 +208,5 @@ def _writer(prompts: Path, options: TargetOptions) -> tuple[list[PromptLine], Ch
     lines = read_prompts(prompts)
     text = load_chat_text(options.model)
     device = pick_device(options.device)
+    _report(f"loading {options.model}")
     return lines, text, load_target(options.model, dtype=target_dtype(device, options.dtype), device=device)

@@ -18,6 +18,7 @@ from outrider.server.front.problems import Problem
 from outrider.server.http.answers import problem_answer
 
 logger = logging.getLogger("outrider.server")
+NO_ROUTE = "there is no such route here; /openapi.json lists those there are"
 
 
 def install(app: FastAPI) -> None:
@@ -38,7 +39,7 @@ def install(app: FastAPI) -> None:
         if isinstance(error.__cause__, Problem):
             return problem_answer(error.__cause__)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        text = "there is no such route" if error.status_code == 404 else str(error.detail)
+        text = NO_ROUTE if error.status_code == 404 else str(error.detail)
         return problem_answer(Problem(text, status=error.status_code, code=code, headers=dict(error.headers or {})))
 
     @app.exception_handler(Exception)
