@@ -36,6 +36,7 @@ STEP_ROWS = 2_048
 """Rows of a step, so that ordinary prompts pass in one."""
 USUAL_DRAFTS = 8
 """For which room is made where nobody says how many there are."""
+WITHOUT = "without category"
 EXPECTED = 'expected {"category": "…", "turns": ["first question", "next question"]} or {"prompt": "…"}'
 
 
@@ -414,9 +415,10 @@ def measure(
     for name, params in config.samplings.items():
         tallies = run_chats(engine, chats, params, at_once=config.batch, told=partial(told, name))
         categories: dict[str, list[Tally]] = {}
+        named = any(chat.category is not None for chat in chats)
         for chat, tally in zip(chats, tallies, strict=True):
-            if chat.category is not None:
-                categories.setdefault(chat.category, []).append(tally)
+            if named:
+                categories.setdefault(chat.category or WITHOUT, []).append(tally)
         report[name] = {
             "all": total(tallies).as_json(engine.k),
             "categories": {category: total(some).as_json(engine.k) for category, some in sorted(categories.items())},
