@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from tests.engine.tiny import tiny_engine
 from tests.matching.listed import ending_model, tiny_table
+from tests.server.running import wait_until
 from tests.server.tiny_model import real_text
 
 from outrider.api.async_llm import AsyncLLM
@@ -90,6 +93,34 @@ def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
     assert not Path(f"/proc/{stopped}").exists()
     assert process.compile(tiny_table(), order, 300)
     assert process.pid not in (None, stopped)
+
+
+def test_the_process_ends_with_whoever_started_it() -> None:
+    program = (
+        "from outrider.matching.process import CompilerProcess\n"
+        "from outrider.matching.tokens import TokenTable\n"
+        "process = CompilerProcess()\n"
+        "process.start(TokenTable(spelling=[b'a', b''], eos_ids=(1,)))\n"
+        "print(process.pid, flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        status = Path(f"/proc/{(compiler := int(starter.stdout.readline()))}/status")
+        # As in native code: it does not look at its input.
+        os.kill(compiler, signal.SIGSTOP)
+        starter.kill()
+    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())
+
+
+def test_the_process_outlives_the_thread_that_wanted_it() -> None:
+    process = CompilerProcess()
+    first = threading.Thread(target=process.start, args=(tiny_table(),))
+    first.start()
+    first.join()
+    started = process.pid
+    assert process.compile(tiny_table(), Compile(grammar=regex("a")), 300)
+    assert process.pid == started
 
 
 @pytest.mark.parametrize("deaths", [1, 2])

@@ -61,6 +61,40 @@ def test_a_wrong_field_is_named(tiny: RunningServer, change: dict[str, Any], par
         assert (error["param"] or "").split(".")[0] == param, error
 
 
+LIMITED = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**30}}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": 10**30},
+        {"chat_template_kwargs": {"depth": 10**30}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": LIMITED}}]},
+        {
+            "messages": [
+                *CHAT["messages"],  # type: ignore[misc]
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": f'{{"x": {"1" * 5000}}}'}}],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "done"},
+            ],
+            "max_tokens": 1,
+        },
+    ],
+    ids=["top_k", "variable", "tool", "call"],
+)
+def test_large_numbers_are_taken_where_they_mean_something(tiny: RunningServer, change: dict[str, Any]) -> None:
+    answer = tiny.http().post("/v1/chat/completions", json=CHAT | change)
+    assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+
+
+def test_more_tokens_at_least_than_there_is_room_for_are_refused(tiny: RunningServer) -> None:
+    for least in (CONTEXT, 10**30):
+        body = {"messages": CHAT["messages"], "min_tokens": least}
+        assert refused(tiny, "/v1/chat/completions", body)["code"] == "context_length_exceeded"
+
+
 def test_an_unknown_field_is_refused_with_a_guess(tiny: RunningServer) -> None:
     error = refused(tiny, "/v1/chat/completions", CHAT | {"max_token": 3})
     assert error["code"] == "unknown_field"
@@ -127,6 +161,8 @@ def test_routes_that_are_not_there(tiny: RunningServer) -> None:
     [
         ({"guided_json": {"description": "x" * 70_000}}, "bytes"),
         ({"guided_json": "{"}, "no valid JSON"),
+        ({"guided_json": '{"const": "\\ud800"}'}, "no valid JSON"),
+        ({"guided_json": f'{{"const": {"1" * 5000}}}'}, "no valid JSON"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "more than once"),
         ({"response_format": {"type": "json_schema"}}, "needs a schema"),
         ({"guided_regex": "(a"}, "parenthesis that is not closed"),

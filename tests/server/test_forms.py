@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -197,6 +198,10 @@ def test_a_grammar_that_takes_long_holds_up_nobody(patient: RunningServer) -> No
         # Who leaves while a grammar is compiled leaves nothing behind.
         with pytest.raises(openai.APITimeoutError):
             said(client.with_options(timeout=1), guided_regex="abd")
+        chat = "/v1/chat/completions"
+        with patient.http() as http, pytest.raises(httpx.ReadTimeout):
+            http.post(chat, json={"messages": CHAT, "guided_regex": "abf", "stream": True}, timeout=1)
+        wait_until(lambda: f'handler="{chat}",status="499"}} 2.0' in patient.http().get("/metrics").text)
         os.kill(compiler, signal.SIGCONT)
         assert held.result() == "abc"
     # One that dies is replaced.

@@ -13,6 +13,9 @@ from outrider.server.front.tool_calls import ForcedParser, HermesParser, ParsedC
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TWO = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+HALF_NAME = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+HALF_TEXT = '<tool_call>{"arguments": {"x": "\\ud800"}, "name": "f"}</tool_call>'
+LONG_NUMBER = f'<tool_call>{{"arguments": {{"x": {"1" * 5000}}}, "name": "f"}}</tool_call>'
 LIST = '<tool_call>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_call>'
 
 
@@ -38,6 +41,10 @@ def parse(text: str, cuts: list[int], parser: ToolParser | None = None) -> tuple
         ("<tool_call>no JSON</tool_call> and on", "<tool_call>no JSON</tool_call> and on", []),
         ('<tool_call>{"no": "name"}</tool_call>', '<tool_call>{"no": "name"}</tool_call>', []),
         ("<tool_call>{", "<tool_call>{", []),
+        # What JSON may say and no answer can: half a surrogate pair, a number without end.
+        (HALF_NAME, HALF_NAME, []),
+        (HALF_TEXT, HALF_TEXT, []),
+        (LONG_NUMBER, LONG_NUMBER, []),
         (f"{ONE} thanks", "thanks", ["f"]),
     ],
 )

@@ -1,7 +1,9 @@
-"""The process that compiles grammars: `python -m outrider.matching`. It ends with its standard input."""
+"""The process that compiles grammars: `python -m outrider.matching`. It ends with its standard input, and at once when
+whoever started it dies: it may be in native code for minutes, and would not look at its input until then."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -17,10 +19,13 @@ from outrider.matching.native import compile_grammar, native_tokens
 
 MEMORY_BYTES_MAX = 1 << 30
 """Address space for compiling, beyond what the libraries take."""
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl: which signal the kernel sends when the thread that started this process is gone."""
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Whatever a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

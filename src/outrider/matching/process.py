@@ -11,6 +11,7 @@ import selectors
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Lock
 
@@ -29,6 +30,8 @@ class CompilerProcess:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._table: TokenTable | None = None
+        # The kernel ends the process with the thread that started it, so that must be one that stays.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-compiler")
 
     @property
     def pid(self) -> int | None:
@@ -71,13 +74,7 @@ class CompilerProcess:
     def _prepare(self, table: TokenTable) -> None:
         if self._process is None or self._process.poll() is not None:
             self._end()
-            # A session of its own: Ctrl-C in a terminal is not for it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "outrider.matching"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
+            self._process = self._starter.submit(_started).result()
         if self._table is not table:
             try:
                 self._ask(UseTokens(spelling=table.spelling, eos_ids=table.eos_ids), START_LIMIT_S)
@@ -110,6 +107,16 @@ class CompilerProcess:
                         # What was not sent yet is of no use any more.
                         continue
         self._process = self._table = None
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in a terminal is not for it.
+    return subprocess.Popen(
+        [sys.executable, "-m", "outrider.matching"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def _read(pipe: int, count: int, deadline_s: float) -> bytes:

@@ -93,7 +93,7 @@ class EngineLoop:
             case Submit() as order:
                 self._submit(order)
             case Abort(request_id=name) if name in self._compiling:
-                del self._compiling[name]
+                self._leave_grammar(name)
                 self._aborted += 1
             case Abort(request_id=name):
                 if self._reporters.pop(name, None) is not None:
@@ -119,6 +119,12 @@ class EngineLoop:
                 self._send(Refused(request_id=order.request_id, message=str(error)))
         else:
             self._add(order)
+
+    def _leave_grammar(self, name: str) -> None:
+        _, compiled = self._compiling.pop(name)
+        if all(other is not compiled for _, other in self._compiling.values()):
+            # Nobody waits for it: those behind it need not either. One that has begun is finished and kept.
+            compiled.cancel()
 
     def _add_compiled(self, order: Submit, compiled: Future[Any]) -> None:
         error = compiled.exception()

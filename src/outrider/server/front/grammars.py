@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from outrider.grammar import Grammar, GrammarKind
 from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
@@ -38,8 +40,9 @@ def json_schema(schema: object, *, param: str) -> Grammar:
     """A schema as an object, or as its text."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (json.JSONDecodeError, RecursionError):
+            # As strictly as bodies are read: Python's own reader lets through what cannot be sent on.
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
             raise Problem(f"{param}: the schema is no valid JSON", param=param) from None
     if not isinstance(schema, dict | bool):
         raise Problem(f"{param}: a schema is an object", param=param)

@@ -40,7 +40,8 @@ def sampling_params(
     recommended: Mapping[str, Any] = {} if body.temperature is not None else facts.sampling_defaults
     values = dict(recommended) | {name: value for name, value in given.items() if value is not None}
     if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
+        # More than there are keep them all.
+        values["top_k"] = min(int(values["top_k"]), facts.vocab_size)
     values |= {name: getattr(body, name) for name in PASSED_ON}
     try:
         params = SamplingParams(

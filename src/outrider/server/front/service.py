@@ -160,7 +160,7 @@ class Service:
         )
 
     def check_length(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        wanted = 1 if params.max_tokens is None else params.max_tokens
+        wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
         if len(prompt) > self.prompt_tokens_max or len(prompt) + wanted > self.facts.max_model_len:
             raise self.too_long(len(prompt), wanted)
 

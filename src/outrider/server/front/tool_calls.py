@@ -208,8 +208,8 @@ class ForcedParser:
 def calls_in(text: str) -> list[ParsedCall]:
     """The calls that a JSON object or a list of them makes; none if it is anything else."""
     try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        value = _value_of(text)
+    except (ValueError, RecursionError):
         return []
     calls = []
     for item in value if isinstance(value, list) else [value]:
@@ -245,9 +245,17 @@ def _new_id() -> str:
 
 def _text_of(quoted: str) -> str | None:
     try:
-        return str(json.loads(quoted))
-    except json.JSONDecodeError:
+        return str(_value_of(quoted))
+    except ValueError:
         return None
+
+
+def _value_of(text: str) -> Any:
+    """What the JSON stands for, or ValueError, also where it could not be told: half of a surrogate pair, an endless
+    number."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 # ---- what a request wants --------------------------------------------------------------------------

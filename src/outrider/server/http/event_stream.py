@@ -19,7 +19,6 @@ from outrider.server.http.answers import to_json
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-CLIENT_LEFT_STATUS = 499
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -65,15 +64,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Do the work; stop if nobody waits for it any more."""
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Do the work; stop if nobody waits for it any more, which gives None."""
     worker = asyncio.create_task(work)
     listener = asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait((worker, listener), return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
             return worker.result()
-        return Response(status_code=CLIENT_LEFT_STATUS)
+        return None
     finally:
         listener.cancel()
         if not worker.done():

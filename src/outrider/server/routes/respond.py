@@ -17,6 +17,8 @@ from outrider.server.http.event_stream import EventStream, event, unless_client_
 from outrider.server.http.keys import TENANT
 from outrider.server.messages import Delta, Submit
 
+CLIENT_LEFT_STATUS = 499
+
 
 class Writer(Protocol):
     """One answer. It is told every delta, in order, and then either `last` or `whole` is asked for."""
@@ -62,13 +64,17 @@ async def respond(request: Request, orders: Sequence[Submit], writer: Writer, *,
     stack = AsyncExitStack()
     stack.callback(ended)
     if not stream:
-        return await unless_client_leaves(request, _whole(service, stack, orders, writer, totals))
+        answer = await unless_client_leaves(request, _whole(service, stack, orders, writer, totals))
+        return Response(status_code=CLIENT_LEFT_STATUS) if answer is None else answer
     try:
-        # What is refused is refused with a status of its own, before the stream begins.
-        answers = await stack.enter_async_context(service.generate(orders))
+        # What is refused is refused with a status of its own, before the stream begins. A grammar may take its time.
+        answers = await unless_client_leaves(request, stack.enter_async_context(service.generate(orders)))
     except BaseException:
         await stack.aclose()
         raise
+    if answers is None:
+        await stack.aclose()
+        return Response(status_code=CLIENT_LEFT_STATUS)
     return EventStream(_events(answers, writer, totals), stack, idle_limit_s=service.config.idle_limit_s)
 
 

@@ -1,6 +1,7 @@
 """What the front end and a text process tell each other, over its standard input and output.
 
-Each frame is its length (4 bytes, little endian) and a message as MessagePack. The first is a TextSetup.
+Each frame is its length (4 bytes, little endian) and a message as JSON: integers that templates get may be
+larger than MessagePack's. The first is a TextSetup.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class BadText(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tr
 TextOrder = Encode | Render
 TextAnswer = Tokens | BadText
 
-encode = msgspec.msgpack.Encoder().encode
-decode_setup = msgspec.msgpack.Decoder(TextSetup).decode
-decode_order = msgspec.msgpack.Decoder(TextOrder).decode
-decode_answer = msgspec.msgpack.Decoder(TextAnswer).decode
+encode = msgspec.json.Encoder().encode
+decode_setup = msgspec.json.Decoder(TextSetup).decode
+decode_order = msgspec.json.Decoder(TextOrder).decode
+decode_answer = msgspec.json.Decoder(TextAnswer).decode
 
 
 def framed(message: msgspec.Struct) -> bytes:

@@ -81,7 +81,8 @@ def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call.get("function") or {})
         try:
             function["arguments"] = json.loads(function.get("arguments") or "{}")
-        except (json.JSONDecodeError, TypeError):
+        except (ValueError, TypeError):
+            # No JSON, or a number of thousands of digits: it is shown as it is.
             pass
         calls.append({**call, "function": function})
     if calls:

@@ -1,0 +1,43 @@
+"""Orders that the engine process takes while grammars are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+from tests.matching.test_compiling import held_engine, regex
+from tests.server.running import wait_until
+
+from outrider.sampling import SamplingParams
+from outrider.server.engine_process.loop import EngineLoop
+from outrider.server.messages import Abort, Submit, ToEngine, encode
+
+
+def order(name: str, form: str) -> Submit:
+    params = SamplingParams(temperature=0, grammar=regex(form))
+    return Submit(request_id=name, prompt_token_ids=[1, 2, 3], params=params, arrival_s=0.0)
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:
+    engine, compiler = held_engine()
+    context: zmq.Context[Any] = zmq.Context()
+    with context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
+        front.bind("inproc://engine")
+        socket.connect("inproc://engine")
+        loop = EngineLoop(engine, socket)
+
+        def take(*messages: ToEngine) -> None:
+            for message in messages:
+                front.send(encode(message))
+            loop._take_orders(wait=False)
+
+        take(order("a", "aa"), order("b", "bb"), order("c", "cc"), order("d", "cc"), order("e", "dd"))
+        wait_until(lambda: compiler.asked == ["aa"])
+        take(*(Abort(request_id=name) for name in "abc"))
+        compiler.let.set()
+        # The last of all: those before it have had their turn.
+        loop._compiling["e"][1].result()
+        assert compiler.asked == ["aa", "cc", "dd"]
+        take()
+        assert set(loop._reporters) == {"d", "e"}
+    context.destroy(linger=0)
