@@ -124,6 +124,34 @@ def test_a_body_that_never_ends_is_left(guarded: RunningServer) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("path", ["/health", "/", "/page/app.js"])
+def test_load_balancers_may_ask_for_the_head_alone(path: str, guarded: RunningServer) -> None:
+    answer = guarded.http(None).head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
+def test_headers_that_never_end_are_left(said: bytes, guarded: RunningServer) -> None:
+    url = httpx.URL(guarded.url)
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        connection.sendall(said)
+        assert connection.recv(100) == b""
+
+
+def test_headers_that_never_end_are_left_behind_a_whole_request_too(guarded: RunningServer) -> None:
+    url = httpx.URL(guarded.url)
+    whole = f"GET /health HTTP/1.1\r\nHost: {url.host}\r\n\r\n".encode()
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        for _ in range(2):
+            connection.sendall(whole)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 200")
+        connection.sendall(whole[:20])
+        assert connection.recv(100) == b""
+
+
 def test_a_full_queue_says_when_to_come_back(guarded: RunningServer) -> None:
     client = guarded.openai(API_KEY)
     options = {"model": client.models.list().data[0].id, "prompt": "Once", "max_tokens": 400, "temperature": 1.0}

@@ -19,6 +19,7 @@ from outrider.server.front.problems import unavailable
 from outrider.server.front.service import Service
 from outrider.server.front.supervisor import Supervisor
 from outrider.server.http.app import make_app
+from outrider.server.http.connections import protocol_with
 from outrider.server.messages import Facts, Loading
 from outrider.server.observe.figures import Figures
 from outrider.server.observe.metrics import Metrics
@@ -111,6 +112,7 @@ class _Run:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                http=protocol_with(self._config.idle_limit_s),
                 timeout_graceful_shutdown=5,
             )
         )

@@ -26,6 +26,8 @@ HEADERS = {
 }
 
 
+@router.head("/", include_in_schema=False)
+@router.head("/page/{name}", include_in_schema=False)
 @router.get("/")
 @router.get("/page/{name}")
 async def page(request: Request) -> Response:

@@ -18,6 +18,7 @@ from outrider.server.routes.respond import service_of
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=PROBLEMS, summary="Is the server alive?")
 async def health(request: Request) -> Response:
     """Alive even while the model loads, or loads again; needs no key, and says nothing else. Not if the engine hangs
