@@ -243,7 +243,7 @@ def test_the_report_has_every_category_and_everything(chats: list[Chat]) -> None
     assert (report["model"], report["drafter"], report["config"]["k"]) == ("tiny-0", "ngram", 3)
     for name in ("greedy", "sampled"):
         everything, categories = report[name]["all"], report[name]["categories"]
-        assert set(categories) == {"maths", "prose"}
+        assert set(categories) == {"maths", "prose", "without category"}
         assert [categories[each]["prompts"] for each in ("maths", "prose")] == [2, 2]
         assert [categories[each]["turns"] for each in ("maths", "prose")] == [3, 4]
         assert (everything["prompts"], everything["turns"], everything["tokens"]) == (5, 8, 80)
