@@ -105,8 +105,10 @@ def listening_sockets(pids: list[int]) -> list[str]:
 
 
 def test_only_http_on_the_loopback_address_can_be_reached(tiny: RunningServer) -> None:
-    pids = [tiny.process.pid, *(pid for several in tiny.children().values() for pid in several)]
-    assert len(pids) == 4
+    children = tiny.children()
+    # How many text processes there are depends on who has been ended since: the next order starts another.
+    assert {"engine_process", "text_process"} <= set(children)
+    pids = [tiny.process.pid, *(pid for several in children.values() for pid in several)]
     assert listening_sockets(pids) == ["0100007F"]
     assert ServerConfig().host == "127.0.0.1"
 
