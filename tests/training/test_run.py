@@ -19,6 +19,7 @@ from tests.training.tiny import (
     END,
     LENGTH,
     PROMPT,
+    assert_resumes_to_the_bit,
     greedy_streams,
     overfit_settings,
     settings_for,
@@ -119,19 +120,8 @@ def test_a_label_outside_the_draft_vocabulary_counts_as_missed(tmp_path: Path) -
 )
 def test_a_resumed_run_is_the_same_to_the_bit(method: str, changes: dict[str, Any], tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 8)
-    settings = settings_for(tmp_path, method, steps=7, **changes)
-    straight = trainer_of(settings)
-    losses = [straight.train_step()["loss"].item() for _ in range(7)]
-
-    first = trainer_of(settings)
-    # In the middle of a pool; what follows needs the next one too.
-    for _ in range(3):
-        first.train_step()
-    first.save()
-    second = trainer_of(settings, resume=True)
-    assert second.step == 3
-    assert [second.train_step()["loss"].item() for _ in range(4)] == losses[3:]
-    assert_same(second.network.state_dict(), straight.network.state_dict())
+    # Stopped in the middle of a pool; what follows needs the next one too.
+    assert_resumes_to_the_bit(settings_for(tmp_path, method, steps=7, **changes), stopped_after=3)
 
 
 def stopped_after(step: int) -> Callable[[str], None]:

@@ -14,6 +14,7 @@ from tests.training.tiny import (
     END,
     LENGTH,
     PROMPT,
+    assert_resumes_to_the_bit,
     greedy_streams,
     lanes_of,
     overfit_settings,
@@ -276,15 +277,7 @@ def test_the_part_has_what_the_assistant_writes_most(method: str, changes: dict[
 
 
 def test_a_varied_run_that_is_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    settings = varied(tmp_path, steps=14, distil=0.3)
-    straight = trainer_of(settings)
-    losses = [straight.train_step()["loss"].item() for _ in range(14)]
-    first = trainer_of(settings)
-    for _ in range(5):
-        first.train_step()
-    first.save()
-    second = trainer_of(settings, resume=True)
-    assert [second.train_step()["loss"].item() for _ in range(9)] == losses[5:]
+    assert_resumes_to_the_bit(varied(tmp_path, steps=14, distil=0.3), stopped_after=5)
 
 
 def test_smaller_blocks_are_learnt_told_and_used_by_the_engine(tmp_path: Path) -> None:

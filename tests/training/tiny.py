@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from tests.engine.tiny import tiny_model, tiny_spec
 
 from outrider.models.load import LoadedModel
@@ -96,6 +97,24 @@ def trainer_of(settings: TrainSettings, *, resume: bool = False) -> Trainer:
     trainer = Trainer(settings, tiny_target(), plan, lanes)
     trainer.resume(state)
     return trainer
+
+
+def assert_resumes_to_the_bit(settings: TrainSettings, *, stopped_after: int) -> None:
+    """A run that is saved in the middle and goes on ends where one ends that was left alone."""
+    straight = trainer_of(settings)
+    steps = settings.steps
+    assert steps is not None
+    losses = [straight.train_step()["loss"].item() for _ in range(steps)]
+    first = trainer_of(settings)
+    for _ in range(stopped_after):
+        first.train_step()
+    first.save()
+    second = trainer_of(settings, resume=True)
+    assert second.step == stopped_after
+    assert [second.train_step()["loss"].item() for _ in range(steps - stopped_after)] == losses[stopped_after:]
+    expected = straight.network.state_dict()
+    for name, tensor in second.network.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def overfit_settings(directory: Path, method: str, **changes: Any) -> TrainSettings:

@@ -9,12 +9,12 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
 import xgrammar
 
 from outrider.errors import RequestError
-from outrider.matching.messages import LENGTH_BYTES, BadGrammar, Done, UseTokens, decode_order, framed
+from outrider.frames import read_frame
+from outrider.matching.messages import BadGrammar, Done, UseTokens, decode_order, framed
 from outrider.matching.native import compile_grammar, native_tokens
 
 MEMORY_BYTES_MAX = 1 << 30
@@ -31,7 +31,7 @@ def main() -> int:
     os.dup2(2, 1)
     _limit_memory()
     compiler = None
-    while (body := _read(sys.stdin.buffer)) is not None:
+    while (body := read_frame(sys.stdin.buffer)) is not None:
         order = decode_order(body)
         answer: Done | BadGrammar
         if isinstance(order, UseTokens):
@@ -53,13 +53,6 @@ def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES_MAX
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    length = stream.read(LENGTH_BYTES)
-    if len(length) < LENGTH_BYTES:
-        return None
-    return stream.read(int.from_bytes(length, "little"))
 
 
 if __name__ == "__main__":

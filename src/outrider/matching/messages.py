@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from outrider.frames import frame
 from outrider.grammar import Grammar
-
-LENGTH_BYTES = 8
 
 
 class UseTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -28,8 +27,7 @@ class BadGrammar(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+    return frame(msgspec.msgpack.encode(message))
 
 
 def decode_order(body: bytes) -> UseTokens | Compile:

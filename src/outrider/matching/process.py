@@ -18,7 +18,8 @@ from threading import Lock
 import msgspec
 
 from outrider.errors import RequestError
-from outrider.matching.messages import LENGTH_BYTES, BadGrammar, Compile, Done, UseTokens, decode_answer, framed
+from outrider.frames import LENGTH_BYTES, length_of
+from outrider.matching.messages import BadGrammar, Compile, Done, UseTokens, decode_answer, framed
 from outrider.matching.tokens import TokenTable
 
 START_LIMIT_S = 120.0
@@ -92,7 +93,7 @@ class CompilerProcess:
         process.stdin.write(framed(order))
         process.stdin.flush()
         deadline_s = time.monotonic() + limit_s
-        length = int.from_bytes(_read(process.stdout.fileno(), LENGTH_BYTES, deadline_s), "little")
+        length = length_of(_read(process.stdout.fileno(), LENGTH_BYTES, deadline_s))
         return decode_answer(_read(process.stdout.fileno(), length, deadline_s))
 
     def _end(self) -> None:

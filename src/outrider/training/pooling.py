@@ -66,7 +66,7 @@ class StreamSource:
         if not parts:
             raise ConfigError(f"{', '.join(str(path) for path in self.paths)}: no streams yet")
         if len({part.tokens.shape[1] for part in parts.values()}) > 1:
-            raise ConfigError("the corpora have streams of different lengths; train on one length at a time")
+            raise ConfigError("the corpora have streams of different lengths; give the longer ones as --long-data")
         pieces = list(self._pieces)
         for number, known in enumerate(self._known()):
             there = len(parts[number]) if number in parts else 0

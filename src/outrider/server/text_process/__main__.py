@@ -9,9 +9,9 @@ import os
 import resource
 import signal
 import sys
-from typing import BinaryIO
 
-from outrider.server.text_process.messages import LENGTH_BYTES, decode_order, decode_setup, framed
+from outrider.frames import read_frame
+from outrider.server.text_process.messages import decode_order, decode_setup, framed
 from outrider.server.text_process.worker import TextWorker
 
 
@@ -22,24 +22,16 @@ def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Whatever a library prints must not get in between.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    first = _read_frame(orders)
+    first = read_frame(orders)
     if first is None:
         return 0
     setup = decode_setup(first)
     resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes_max, setup.memory_bytes_max))
     worker = TextWorker(setup)
-    while (frame := _read_frame(orders)) is not None:
+    while (frame := read_frame(orders)) is not None:
         answers.write(framed(worker.obey(decode_order(frame))))
         answers.flush()
     return 0
-
-
-def _read_frame(stream: BinaryIO) -> bytes | None:
-    """None at the end."""
-    length = stream.read(LENGTH_BYTES)
-    if len(length) < LENGTH_BYTES:
-        return None
-    return stream.read(int.from_bytes(length, "little"))
 
 
 if __name__ == "__main__":

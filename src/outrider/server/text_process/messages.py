@@ -1,7 +1,7 @@
 """What the front end and a text process tell each other, over its standard input and output.
 
-Each frame is its length (4 bytes, little endian) and a message as JSON: integers that templates get may be
-larger than MessagePack's. The first is a TextSetup.
+Each frame holds a message as JSON: integers that templates get may be larger than MessagePack's. The first is a
+TextSetup.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-LENGTH_BYTES = 4
+from outrider.frames import frame
 
 
 class TextSetup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -65,5 +65,4 @@ decode_answer = msgspec.json.Decoder(TextAnswer).decode
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    data = encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+    return frame(encode(message))

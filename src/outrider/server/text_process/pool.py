@@ -8,9 +8,9 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 
 from outrider.errors import RequestError
+from outrider.frames import LENGTH_BYTES, length_of
 from outrider.server.messages import Facts
 from outrider.server.text_process.messages import (
-    LENGTH_BYTES,
     BadText,
     Encode,
     Render,
@@ -106,8 +106,8 @@ class TextPool:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(framed(order))
         await process.stdin.drain()
-        length = await process.stdout.readexactly(LENGTH_BYTES)
-        answer: TextAnswer = decode_answer(await process.stdout.readexactly(int.from_bytes(length, "little")))
+        length = length_of(await process.stdout.readexactly(LENGTH_BYTES))
+        answer: TextAnswer = decode_answer(await process.stdout.readexactly(length))
         return answer
 
     async def _end(self, process: Process) -> None:
