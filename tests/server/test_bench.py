@@ -28,6 +28,7 @@ def test_both_sides_write_the_same_and_are_compared(tiny: RunningServer, tiny_mo
     assert report["http_tokens_per_s"] > 0
     assert report["ratio"] > 0
     assert 0 < report["ttft_outside_ms"] < report["http_ttft_ms"]
+    assert 0 < report["ttft_queued_ms"] < report["http_ttft_ms"]
 
 
 def test_the_server_is_started_with_the_same_engine() -> None:

@@ -156,7 +156,10 @@ def _print_overhead(report: dict[str, Any]) -> None:
         f"  first token  {report['http_ttft_ms']:.1f} ms over HTTP, {report['offline_ttft_ms']:.1f} ms offline: "
         f"{report['ttft_overhead_ms']:+.1f} ms"
     )
-    out.print(f"               {report['ttft_outside_ms']:.1f} ms pass on the way to the server and back")
+    out.print(
+        f"               {report['ttft_outside_ms']:.1f} ms pass on the way to the server and back, "
+        f"{report['ttft_queued_ms']:.1f} ms there before its first step"
+    )
     differ = report["texts_that_differ"]
     out.print(
         Text(f"Texts are the same in {report['texts'] - differ} of {report['texts']}.", style="red" if differ else "")

@@ -42,8 +42,10 @@ class Totals:
 
     def metrics(self) -> dict[str, Any]:
         firsts = [each.first_token_s - each.arrival_s for each in self.endings if each.first_token_s is not None]
+        queued = [each.scheduled_s - each.arrival_s for each in self.endings if each.scheduled_s is not None]
         return {
             "time_to_first_token_s": min(firsts, default=None),
+            "time_in_queue_s": min(queued, default=None),
             "engine_time_s": max((each.finished_s - each.arrival_s for each in self.endings), default=None),
             "steps": sum(each.steps for each in self.endings),
             "speculative_decoding": self._speculation(),

@@ -67,14 +67,13 @@ class OtlpTracer:
 def _attributes(request_id: str, model: str, totals: Totals) -> dict[str, Any]:
     metrics, usage = totals.metrics(), totals.usage()
     speculation = metrics["speculative_decoding"]
-    queued = [each.scheduled_s - each.arrival_s for each in totals.endings if each.scheduled_s is not None]
     return {
         "gen_ai.request.id": request_id,
         "gen_ai.response.model": model,
         "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
         "gen_ai.usage.completion_tokens": usage["completion_tokens"],
         "gen_ai.usage.cached_tokens": totals.cached_tokens,
-        "gen_ai.latency.time_in_queue": min(queued, default=None),
+        "gen_ai.latency.time_in_queue": metrics["time_in_queue_s"],
         "gen_ai.latency.time_to_first_token": metrics["time_to_first_token_s"],
         "gen_ai.latency.e2e": metrics["engine_time_s"],
         "outrider.speculation.drafts": speculation["drafts"],
