@@ -5,7 +5,8 @@
     │   └── FootprintError     a drafter's declaration contradicts itself
     ├── ModelError             a model or checkpoint cannot be loaded
     ├── RequestError           one request is wrong; every other request goes on
-    │   └── AdmissionError     one request could never fit into the memory that was configured
+    │   ├── AdmissionError     one request could never fit into the memory that was configured
+    │   └── NotNowError        one request cannot be served now; the same one may be later
     ├── BusyError              another thread is inside the engine
     ├── OutOfPages             an arena has too few pages right now (the scheduler makes room or waits)
     ├── TransferError          KV could not be moved between workers or tiers
@@ -40,6 +41,10 @@ class RequestError(OutriderError, ValueError):
 
 class AdmissionError(RequestError):
     """One request could never fit into the memory that was configured."""
+
+
+class NotNowError(RequestError):
+    """One request cannot be served now, through no fault of its own; the same one may be later."""
 
 
 class BusyError(OutriderError, RuntimeError):

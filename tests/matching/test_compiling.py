@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from tests.server.tiny_model import real_text
 from outrider.api.async_llm import AsyncLLM
 from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
-from outrider.errors import RequestError
+from outrider.errors import NotNowError, RequestError
 from outrider.grammar import Grammar, GrammarKind
 from outrider.matching import grammars as grammars_module
+from outrider.matching import process as process_module
 from outrider.matching.grammars import Grammars
 from outrider.matching.messages import Compile
 from outrider.matching.process import CompilerProcess
@@ -93,6 +96,34 @@ def test_what_takes_too_long_is_refused_and_the_next_is_served() -> None:
     assert not Path(f"/proc/{stopped}").exists()
     assert process.compile(tiny_table(), order, 300)
     assert process.pid not in (None, stopped)
+
+
+def test_a_process_that_takes_nothing_in_does_not_hold_up_a_long_grammar() -> None:
+    process = CompilerProcess()
+    process.start(tiny_table())
+    stopped = process.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    # More than a pipe holds.
+    order = Compile(grammar=regex("a" * (1 << 20)))
+    with ThreadPoolExecutor() as thread:
+        compiled = thread.submit(process.compile, tiny_table(), order, 0.5)
+        try:
+            error = compiled.exception(timeout=60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGKILL)
+    assert isinstance(error, RequestError)
+    assert "took longer than 0.5 s" in str(error)
+
+
+def test_a_compiler_that_does_not_start_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, order = CompilerProcess(), Compile(grammar=regex("a"))
+    with monkeypatch.context() as broken:
+        broken.setattr(process_module, "MODULE", "outrider.no_such_module")
+        with pytest.raises(NotNowError, match="does not start"):
+            process.compile(tiny_table(), order, 300)
+    assert process.compile(tiny_table(), order, 300)
 
 
 def test_the_process_ends_with_whoever_started_it() -> None:
@@ -212,7 +243,7 @@ def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     compiler = HeldCompiler()
     grammars = Grammars(tiny_table(), device=CPU, limit_s=300, compiler=compiler)
     waiting = [grammars.compile(regex(text)) for text in ("a", "b")]
-    with pytest.raises(RequestError, match="2 other grammars wait"):
+    with pytest.raises(NotNowError, match="2 other grammars wait"):
         grammars.compile(regex("c"))
     assert grammars.compile(regex("b")) is waiting[1]
     compiler.let.set()

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import zmq
 from tests.matching.test_compiling import held_engine, regex
 from tests.server.running import wait_until
 
+from outrider.errors import NotNowError, RequestError
+from outrider.grammar import Grammar
 from outrider.sampling import SamplingParams
 from outrider.server.engine_process.loop import EngineLoop
-from outrider.server.messages import Abort, Submit, ToEngine, encode
+from outrider.server.messages import Abort, Refused, StepReport, Submit, ToEngine, decode_to_front, encode
 
 
 def order(name: str, form: str) -> Submit:
     params = SamplingParams(temperature=0, grammar=regex(form))
     return Submit(request_id=name, prompt_token_ids=[1, 2, 3], params=params, arrival_s=0.0)
+
+
+def test_what_is_refused_for_now_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _compiler = held_engine()
+    assert engine.grammars is not None
+    reasons = iter([NotNowError("later"), RequestError("never"), ZeroDivisionError("a bug")])
+
+    def refuse(grammar: Grammar) -> NoReturn:
+        raise next(reasons)
+
+    monkeypatch.setattr(engine.grammars, "compile", refuse)
+    context: zmq.Context[Any] = zmq.Context()
+    with context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
+        front.bind("inproc://engine")
+        socket.connect("inproc://engine")
+        loop = EngineLoop(engine, socket)
+        told = []
+        for name in "abc":
+            front.send(encode(order(name, "aa")))
+            loop._take_orders(wait=False)
+            told.append(decode_to_front(front.recv()))
+            assert isinstance(decode_to_front(front.recv()), StepReport)
+    context.destroy(linger=0)
+    assert told == [
+        Refused(request_id="a", message="later", is_for_now=True),
+        Refused(request_id="b", message="never"),
+        Refused(request_id="c", message="ZeroDivisionError: a bug", is_ours=True),
+    ]
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:

@@ -50,6 +50,27 @@ def test_leaving_a_job_aborts_what_still_runs_and_frees_its_places() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("refused", "status", "retry_after"),
+    [
+        (Refused(request_id="a", message="no"), 400, None),
+        (Refused(request_id="a", message="no", is_for_now=True), 503, "2"),
+        (Refused(request_id="a", message="no", is_ours=True), 500, None),
+    ],
+)
+def test_a_refusal_says_whether_to_try_again(refused: Refused, status: int, retry_after: str | None) -> None:
+    async def run() -> Problem:
+        requests = OpenRequests(Recorder())
+        with Job(requests, [order("a")]) as job:
+            requests.deliver("a", refused)
+            with pytest.raises(Problem, match="no") as raised:
+                await Answers(job, 10).accepted()
+        return raised.value
+
+    problem = asyncio.run(run())
+    assert (problem.status, problem.headers.get("Retry-After")) == (status, retry_after)
+
+
 def test_leaving_a_job_whose_engine_is_gone_is_no_error() -> None:
     class Gone:
         gone = False

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from outrider.errors import RequestError
+from outrider.errors import NotNowError, RequestError
 from outrider.grammar import Grammar
 from outrider.matching.matcher import Matcher
 from outrider.matching.messages import Compile
@@ -65,7 +65,7 @@ class Grammars:
                 self._kept.move_to_end(grammar)
                 return found
             if self._waiting >= WAITING_MAX:
-                raise RequestError(f"{WAITING_MAX} other grammars wait to be compiled; try again in a moment")
+                raise NotNowError(f"{WAITING_MAX} other grammars wait to be compiled; try again in a moment")
             self._waiting += 1
             future = self._kept[grammar] = self._worker.submit(self._compile, grammar)
         future.add_done_callback(lambda done: self._note(grammar, done))

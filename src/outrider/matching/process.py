@@ -17,11 +17,12 @@ from threading import Lock
 
 import msgspec
 
-from outrider.errors import RequestError
+from outrider.errors import NotNowError, RequestError
 from outrider.frames import LENGTH_BYTES, length_of
 from outrider.matching.messages import BadGrammar, Compile, Done, UseTokens, decode_answer, framed
 from outrider.matching.tokens import TokenTable
 
+MODULE = "outrider.matching"
 START_LIMIT_S = 120.0
 COMPILED_BYTES_MAX = 64 << 20
 
@@ -81,7 +82,7 @@ class CompilerProcess:
                 self._ask(UseTokens(spelling=table.spelling, eos_ids=table.eos_ids), START_LIMIT_S)
             except OSError as problem:
                 self._end()
-                raise RequestError(
+                raise NotNowError(
                     f"the process that compiles grammars does not start ({problem or 'it takes too long'}); see its "
                     "messages above, and check that xgrammar is installed with all it needs"
                 ) from None
@@ -90,9 +91,8 @@ class CompilerProcess:
     def _ask(self, order: msgspec.Struct, limit_s: float) -> Done | BadGrammar:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(framed(order))
-        process.stdin.flush()
         deadline_s = time.monotonic() + limit_s
+        _write(process.stdin.fileno(), framed(order), deadline_s)
         length = length_of(_read(process.stdout.fileno(), LENGTH_BYTES, deadline_s))
         return decode_answer(_read(process.stdout.fileno(), length, deadline_s))
 
@@ -102,22 +102,33 @@ class CompilerProcess:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    try:
-                        pipe.close()
-                    except OSError:
-                        # What was not sent yet is of no use any more.
-                        continue
+                    pipe.close()
         self._process = self._table = None
 
 
 def _started() -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in a terminal is not for it.
-    return subprocess.Popen(
-        [sys.executable, "-m", "outrider.matching"],
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE],
+        bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    assert process.stdin is not None
+    # A process that takes nothing more must not hold up whoever writes to it for longer than a compilation may take.
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def _write(pipe: int, message: bytes, deadline_s: float) -> None:
+    rest = memoryview(message)
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_WRITE)
+        while rest:
+            if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError
+            rest = rest[os.write(pipe, rest) :]
 
 
 def _read(pipe: int, count: int, deadline_s: float) -> bytes:

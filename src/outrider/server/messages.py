@@ -129,6 +129,8 @@ class Refused(Message, frozen=True, kw_only=True):
     message: str
     is_ours: bool = False
     """The engine failed; the request may be right."""
+    is_for_now: bool = False
+    """The same request may be served later."""
 
 
 class Scored(Record, frozen=True, kw_only=True):

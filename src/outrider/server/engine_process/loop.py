@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from outrider.engine.engine import Engine
-from outrider.errors import RequestError
+from outrider.errors import NotNowError, RequestError
 from outrider.server.engine_process.deltas import RequestReporter
 from outrider.server.engine_process.facts import RecentHits, counters_of, facts_of, pages_of
 from outrider.server.messages import (
@@ -115,8 +115,8 @@ class EngineLoop:
         if grammar is not None and grammars is not None:
             try:
                 self._compiling[order.request_id] = (order, grammars.compile(grammar))
-            except RequestError as error:
-                self._send(Refused(request_id=order.request_id, message=str(error)))
+            except Exception as error:
+                self._refuse(order, error)
         else:
             self._add(order)
 
@@ -131,8 +131,7 @@ class EngineLoop:
         if error is None:
             self._add(order, compiled.result())
         else:
-            ours = not isinstance(error, RequestError)
-            self._send(Refused(request_id=order.request_id, message=str(error), is_ours=ours))
+            self._refuse(order, error)
 
     def _add(self, order: Submit, compiled: Any = None) -> None:
         name = order.request_id
@@ -146,18 +145,23 @@ class EngineLoop:
                 speculate=order.speculate,
                 compiled=compiled,
             )
-        except RequestError as error:
-            self._send(Refused(request_id=name, message=str(error)))
         except Exception as error:
             # Whatever it is, it is this request's alone.
-            logger.exception("request %s could not be started", name)
-            self._send(Refused(request_id=name, message=f"{type(error).__name__}: {error}", is_ours=True))
+            self._refuse(order, error)
         else:
             self._reporters[name] = RequestReporter(
                 self._engine.output(name), arrival_s=order.arrival_s, stream=order.stream, tenant=order.tenant
             )
             self._prompt_tokens += len(order.prompt_token_ids)
             self._send(Accepted(request_id=name))
+
+    def _refuse(self, order: Submit, error: BaseException) -> None:
+        name, ours = order.request_id, not isinstance(error, RequestError)
+        if ours:
+            logger.error("request %s could not be started", name, exc_info=error)
+        message = f"{type(error).__name__}: {error}" if ours else str(error)
+        is_for_now = isinstance(error, NotNowError)
+        self._send(Refused(request_id=name, message=message, is_ours=ours, is_for_now=is_for_now))
 
     # ---- steps -------------------------------------------------------------------------------------
 

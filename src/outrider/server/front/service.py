@@ -239,6 +239,8 @@ class Answers:
         if isinstance(item, Refused):
             if item.is_ours:
                 raise Problem(item.message, status=500, type="server_error", code="engine_error")
+            if item.is_for_now:
+                raise unavailable(item.message)
             raise Problem(item.message)
         if isinstance(item, Exception):
             raise item
