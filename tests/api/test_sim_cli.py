@@ -24,6 +24,11 @@ def outrider(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
     return subprocess.run([str(script), *arguments], capture_output=True, text=True, cwd=cwd, check=False)
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    module = subprocess.run([sys.executable, "-m", "outrider", "--version"], capture_output=True, text=True, check=True)
+    assert module.stdout == outrider("--version").stdout != ""
+
+
 def test_json_is_one_object_with_the_promised_fields() -> None:
     run = outrider("sim", "--seed", "3", "--scenarios", "30", "--json")
     assert run.returncode == 0, run.stderr

@@ -112,6 +112,7 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     report(
         f"{settings.method}: {parameters / 1e6:.1f}M parameters, taps {list(plan.taps)}, "
         + " and ".join(f"{len(lane.source.streams):,} streams of {lane.length} tokens" for lane in lanes)
+        + _held_out_words(settings, len(source.held_out))
         + f", on {device_name(target.device)}"
     )
     _make_directory(settings.output)
@@ -165,8 +166,16 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
         export_drafter(settings, target, plan, trainer.scale, facts)
         report(f"exported to {settings.output}")
 
+    report("computes the target's states for the first steps …")
     trainer.run(report, evaluate, export)
     return latest
+
+
+def _held_out_words(settings: TrainSettings, count: int) -> str:
+    if settings.evaluation is not None:
+        return ""
+    few = f" (a quarter, not {settings.holdout}: the rest is to learn from)" if count < settings.holdout else ""
+    return f", {count} of them held out{few}"
 
 
 def _make_directory(path: Path) -> None:

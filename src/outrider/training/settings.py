@@ -12,6 +12,8 @@ OPTIMISERS = ("muon", "adamw")
 ATTENTIONS = ("auto", "flex", "sdpa")
 WEIGHTINGS = ("decay", "dpace")
 SEEDS = 1 << 63
+LONG_SHARE = 0.12
+SMALLER_SHARE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +52,11 @@ class TrainSettings:
     """Streams whose target states are kept at a time."""
     reuse: int = 4
     """How often a stream is drawn, each time with other anchors, before it is replaced."""
-    long_share: float = 0.12
+    long_share: float = LONG_SHARE
     """Of the steps: on `long_data`."""
     long_pack: int = 1
     """Streams of `long_data` laid end to end, each being context of the next: farther positions cost nothing."""
-    smaller_share: float = 0.3
+    smaller_share: float = SMALLER_SHARE
     """Of the steps: on blocks of `smaller_block` rows."""
     sure_weight: float = 1.0
     """How readily a token is made an anchor that the target was sure of, against one that surprised it. Decoding

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.api.cli.grouped import grouped
-from outrider.api.cli.train_options import TargetOptions, TrainOptions, tap_ids, temperature_shares
+from outrider.api.cli.train_options import TargetOptions, TrainOptions, parts_of, tap_ids, temperature_shares
 from outrider.errors import ConfigError
-from outrider.training.settings import TrainSettings
+from outrider.training.settings import SMALLER_SHARE, TrainSettings
 
 if TYPE_CHECKING:
     from outrider.training.make_corpus import CorpusSettings
@@ -142,7 +142,9 @@ def dflash(
         int | None,
         typer.Option(help="Rows of a smaller block that is learnt as well: few drafts then take less work."),
     ] = None,
-    smaller_share: Annotated[float, typer.Option(help="Share of the steps on smaller blocks.")] = 0.3,
+    smaller_share: Annotated[
+        float | None, typer.Option(help=f"Share of the steps on smaller blocks. Default: {SMALLER_SHARE:g}.")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="A draft sees only earlier ones of its block.")] = False,
     mask_token_id: Annotated[
         int | None, typer.Option(help="Token that stands for one to draft. Default: the rarest in the data.")
@@ -160,11 +162,11 @@ def dflash(
         layers=layers,
         k=block_size - 1,
         smaller_block=smaller_block,
-        smaller_share=smaller_share,
         causal=causal,
         mask_token_id=mask_token_id,
         anchors=anchors,
         taps=tap_ids(taps),
+        **parts_of("smaller_block", smaller_block, smaller_share=smaller_share),
         **options.settings(),
     )
     _train(settings, target, fresh=fresh)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.errors import ConfigError
 from outrider.models.resolve import DEFAULT_MODEL
-from outrider.training.settings import ATTENTIONS, OPTIMISERS, WEIGHTINGS
+from outrider.training.settings import ATTENTIONS, LONG_SHARE, OPTIMISERS, WEIGHTINGS
 
 RUN = "Run"
 DATA = "Data"
@@ -57,13 +58,19 @@ class TrainOptions:
             help="Corpus of longer streams, for a share of the steps. May be given several times.", rich_help_panel=DATA
         ),
     ] = None
-    long_share: Annotated[float, typer.Option(help="Share of the steps on --long-data.", rich_help_panel=DATA)] = 0.12
-    long_pack: Annotated[
-        int,
+    long_share: Annotated[
+        float | None,
         typer.Option(
-            help="Streams of --long-data laid end to end, so that farther positions occur.", rich_help_panel=DATA
+            help=f"Share of the steps on --long-data. Default: {LONG_SHARE:g}.", rich_help_panel=DATA
         ),
-    ] = 1
+    ] = None
+    long_pack: Annotated[
+        int | None,
+        typer.Option(
+            help="Streams of --long-data laid end to end, so that farther positions occur. Default: 1.",
+            rich_help_panel=DATA,
+        ),
+    ] = None
     watch: Annotated[bool, typer.Option(help="Look for streams that are added meanwhile.", rich_help_panel=DATA)] = (
         False
     )
@@ -130,7 +137,22 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """As TrainSettings takes them."""
-        return vars(self) | {"long_data": tuple(self.long_data or ())}
+        values = vars(self) | {"long_data": tuple(self.long_data or ())}
+        parts = {name: values.pop(name) for name in ("long_share", "long_pack")}
+        return values | parts_of("long_data", self.long_data, **parts)
+
+
+def parts_of(whole: str, given: object, **parts: object) -> dict[str, Any]:
+    """Those that were given; without the option that they say something of they would do nothing, unnoticed."""
+    told = {name: value for name, value in parts.items() if value is not None}
+    if told and not given:
+        name = next(iter(told))
+        raise ConfigError(f"{_option(name)} is a setting of {_option(whole)}, which is missing; give both or neither")
+    return told
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def tap_ids(text: str | None) -> tuple[int, ...] | None:
