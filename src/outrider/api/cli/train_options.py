@@ -60,9 +60,7 @@ class TrainOptions:
     ] = None
     long_share: Annotated[
         float | None,
-        typer.Option(
-            help=f"Share of the steps on --long-data. Default: {LONG_SHARE:g}.", rich_help_panel=DATA
-        ),
+        typer.Option(help=f"Share of the steps on --long-data. Default: {LONG_SHARE:g}.", rich_help_panel=DATA),
     ] = None
     long_pack: Annotated[
         int | None,
