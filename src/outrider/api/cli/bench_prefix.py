@@ -62,8 +62,9 @@ def bench_prefix(
     kv_retention: Annotated[
         str,
         typer.Option(
-            help="What the real model's cache keeps of layers with a window: dense, tail, or every so many tokens.",
-            metavar="dense|tail|TOKENS",
+            help="What the real model's cache keeps of layers with a window: dense, tail, or a number: every so many "
+            "tokens.",
+            metavar="POLICY",
             rich_help_panel=ENGINE,
         ),
     ] = "dense",

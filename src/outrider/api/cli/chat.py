@@ -29,8 +29,8 @@ PROBE_LIMIT_S = 0.5
 CONVERSATION = "Conversation"
 CHAT_HELP = (
     "Talk to a model.\n\n"
-    "Drafts come from the drafter that is made for the model, or else from the conversation itself (n-gram look- "
-    "up), unless --speculative-config names another; the text is the same with any of them. After each answer: "
+    "Drafts come from the drafter that is made for the model, or else from the conversation itself (n-gram "
+    "look-up), unless --speculative-config names another; the text is the same with any of them. After each answer: "
     "tokens/s, the acceptance length, and the speed-up against plain steps measured on the spot. An answer has at "
     f"most {DEFAULT_MAX_TOKENS} tokens.\n\n"
     "[dim]Examples:[/dim]\n\n"

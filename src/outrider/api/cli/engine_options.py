@@ -104,9 +104,9 @@ class EngineOptions:
     kv_retention: Annotated[
         str,
         typer.Option(
-            help="What the cache keeps of layers with a window: dense, tail (ends and shared prefixes), or every so "
-            "many tokens.",
-            metavar="dense|tail|TOKENS",
+            help="What the cache keeps of layers with a window: dense, tail (ends and shared prefixes), or a number: "
+            "every so many tokens.",
+            metavar="POLICY",
             rich_help_panel=ENGINE,
         ),
     ] = str(_DEFAULTS.kv_retention)

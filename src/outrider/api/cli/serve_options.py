@@ -83,7 +83,11 @@ class LimitOptions:
     max_body_bytes: Annotated[
         int,
         typer.Option(
-            help="Of one request.", parser=byte_count, metavar="BYTES", show_default="4M", rich_help_panel=LIMITS
+            help="Of one request. [dim]\\[default: 4M][/dim]",
+            parser=byte_count,
+            metavar="BYTES",
+            show_default=False,
+            rich_help_panel=LIMITS,
         ),
     ] = _DEFAULTS.body_bytes_max
     max_prompt_tokens: Annotated[
