@@ -104,8 +104,29 @@ def test_an_unknown_field_is_refused_with_a_guess(tiny: RunningServer) -> None:
 
 def test_what_clients_send_routinely_is_accepted(tiny: RunningServer) -> None:
     routine = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "n": None, "stop": None}
+    routine |= {"use_beam_search": False, "length_penalty": 1.0, "best_of": 1}
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
         assert tiny.http().post(path, json=body | routine).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change", [{"use_beam_search": True}, {"length_penalty": 0.8}, {"verbosity": "low"}, {"best_of": 2}]
+)
+def test_what_is_not_done_is_refused_with_a_way_out(tiny: RunningServer, change: dict[str, Any]) -> None:
+    error = refused(tiny, "/v1/chat/completions", CHAT | change)
+    assert (error["code"], error["param"]) == ("not_available", next(iter(change)))
+
+
+def test_how_much_to_think_reaches_the_template(tiny: RunningServer) -> None:
+    def prompt_tokens(**more: Any) -> int:
+        answer = tiny.http().post("/v1/chat/completions", json=CHAT | more)
+        assert answer.status_code == 200, answer.text
+        tokens: int = answer.json()["usage"]["prompt_tokens"]
+        return tokens
+
+    assert prompt_tokens(reasoning_effort="low") > prompt_tokens()
+    assert prompt_tokens(reasoning_effort="low") == prompt_tokens(chat_template_kwargs={"reasoning_effort": "low"})
+    refused(tiny, "/v1/chat/completions", CHAT | {"reasoning_effort": "very much"})
 
 
 def test_an_unknown_model_is_not_found(tiny: RunningServer) -> None:
@@ -119,9 +140,19 @@ def test_a_prompt_that_is_too_long_says_by_how_much(tiny: RunningServer) -> None
     error = refused(tiny, "/v1/completions", COMPLETION | {"prompt": [5] * (CONTEXT - 4), "max_tokens": 14})
     assert error["code"] == "context_length_exceeded"
     assert f"{CONTEXT} tokens" in error["message"]
-    assert "10 too many" in error["message"]
+    assert "10 too many; shorten the prompt or lower max_tokens" in error["message"]
+    assert error["param"] == "prompt"
     error = refused(tiny, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a b " * CONTEXT}]})
     assert error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("shorten the prompt")
+    assert error["param"] == "messages"
+
+
+def test_the_field_that_asks_for_too_much_is_named(tiny: RunningServer) -> None:
+    error = refused(tiny, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21})
+    assert error["param"] == "top_logprobs"
+    error = refused(tiny, "/v1/chat/completions", CHAT | {"messages": []})
+    assert error["message"] == "messages: list should have at least 1 item, not 0"
 
 
 @pytest.mark.parametrize(

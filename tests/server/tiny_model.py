@@ -15,9 +15,10 @@ from outrider.models.text import ModelText
 from outrider.models.weights import open_checkpoint
 
 CONTEXT = 512
-# Knows tools as Qwen's templates do, and has a loop that a client can make endless.
+# Knows tools as Qwen's templates do, how much to think as gpt-oss', and has a loop that a client can make endless.
 TEMPLATE = (
     "{%- if slow is defined %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{%- if reasoning_effort is defined %}<|im_start|>effort\n{{ reasoning_effort }}<|im_end|>\n{% endif %}"
     "{%- if tools %}<|im_start|>system\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
     "<|im_end|>\n{% endif %}"
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"

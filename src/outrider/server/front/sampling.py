@@ -65,7 +65,8 @@ def check_limits(body: GenerationFields, config: ServerConfig, logprobs: int | N
     if body.n is not None and body.n > config.n_max:
         raise Problem(f"n may be at most {config.n_max}, got {body.n}; send several requests", param="n")
     if logprobs is not None and logprobs > config.logprobs_max:
-        raise Problem(f"at most {config.logprobs_max} log-probabilities a token, got {logprobs}", param="logprobs")
+        field = "logprobs" if getattr(body, "top_logprobs", None) is None else "top_logprobs"
+        raise Problem(f"{field}: at most {config.logprobs_max} a token, got {logprobs}", param=field)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > config.stop_strings_max:
         raise Problem(f"at most {config.stop_strings_max} stop strings, got {len(stop)}", param="stop")

@@ -139,30 +139,27 @@ class Service:
         except RequestError as error:
             raise Problem(str(error)) from None
         if tokens.count > most:
-            raise self.too_long(tokens.count)
+            raise self.too_long(tokens.count, param="messages" if isinstance(order, Render) else "prompt")
         return tokens.token_ids
 
-    def too_long(self, prompt_tokens: int, max_tokens: int = 1) -> Problem:
+    def too_long(self, prompt_tokens: int, max_tokens: int = 1, *, param: str) -> Problem:
         most = self.prompt_tokens_max
         if prompt_tokens > most and most < self.facts.max_model_len - 1:
             said = f"a prompt may have at most {most} tokens here, but this one has {prompt_tokens}"
-            excess = prompt_tokens - most
+            excess, remedy = prompt_tokens - most, "shorten the prompt"
         else:
             said = (
                 f"this model's context holds {self.facts.max_model_len} tokens, but {prompt_tokens + max_tokens} were "
                 f"asked for ({prompt_tokens} in the prompt, {max_tokens} to generate)"
             )
             excess = prompt_tokens + max_tokens - self.facts.max_model_len
-        return Problem(
-            f"{said}: {excess} too many; shorten the prompt or lower max_tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
+            remedy = "shorten the prompt or lower max_tokens" if max_tokens > 1 else "shorten the prompt"
+        return Problem(f"{said}: {excess} too many; {remedy}", param=param, code="context_length_exceeded")
 
-    def check_length(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check_length(self, prompt: Sequence[int], params: SamplingParams, *, param: str) -> None:
         wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
         if len(prompt) > self.prompt_tokens_max or len(prompt) + wanted > self.facts.max_model_len:
-            raise self.too_long(len(prompt), wanted)
+            raise self.too_long(len(prompt), wanted, param=param)
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         if not ids:

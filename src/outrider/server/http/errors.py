@@ -76,7 +76,7 @@ def validation_problem(errors: Sequence[Any], fields: Sequence[str]) -> Problem:
         )
     if error["type"] == "not_available":
         return Problem(error["msg"], param=where, code="not_available")
-    message = error["msg"][:300]
+    message = error["msg"][:300].replace(" after validation", "")
     return Problem(f"{where}: {message[:1].lower()}{message[1:]}", param=where, code=error["type"])
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from outrider.server.protocol.fields import Fields, GenerationFields
+from outrider.server.protocol.fields import Fields, GenerationFields, not_done
 
 NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,64}$"
 
@@ -77,6 +77,10 @@ class ChatRequest(GenerationFields):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """For the model's template, which may know what to do with it."""
+    verbosity: Annotated[Any, not_done("verbosity", "say in a message how long the answer should be", "medium")] = None
+    best_of: Annotated[Any, not_done("best_of", "ask for n answers and choose", 1)] = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

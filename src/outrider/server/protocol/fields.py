@@ -6,7 +6,7 @@ What would change the meaning of an answer and is not done here is refused: unkn
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -102,6 +102,11 @@ class GenerationFields(IgnoredFields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+    # Beams are not searched. Clients of other engines send what means "none" along.
+    use_beam_search: Annotated[Any, not_done("use_beam_search", "sample n answers and choose", False)] = None
+    length_penalty: Annotated[Any, not_done("length_penalty", "it belongs to beam search; leave it out", 1)] = None
+    early_stopping: Annotated[Any, not_done("early_stopping", "it belongs to beam search; leave it out", False)] = None
 
     priority: int = Field(default=0, ge=0, le=1000)
     """Lower runs first. A client may step back, but not get in front of those who say nothing."""

@@ -63,7 +63,9 @@ class TextFormat(Fields):
 
 class TextOptions(Fields):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, not_done("verbosity", "say in the instructions how long the answer should be")] = None
+    verbosity: Annotated[
+        Any, not_done("verbosity", "say in the instructions how long the answer should be", "medium")
+    ] = None
 
 
 class ResponsesStreamOptions(Fields):

@@ -76,7 +76,7 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
         )
     )
     service.check_token_ids(ids, "messages")
-    service.check_length(ids, params)
+    service.check_length(ids, params, param="messages")
     return Submit(
         request_id=name,
         prompt_token_ids=ids,

@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     name = f"cmpl-{secrets.token_hex(12)}"
     orders = []
     for place, (_text, ids) in enumerate(prompts):
-        service.check_length(ids, params)
+        service.check_length(ids, params, param="prompt")
         orders.append(
             Submit(
                 request_id=f"{name}-{place}",
