@@ -23,6 +23,8 @@ from outrider.training.target import Target, device_name, load_target
 from outrider.training.trainer import Measured, Trainer, identity
 
 Report = Callable[[str], None]
+CPU_ROWS = 4096
+"""Of a step; with more, a CPU is silent for so long that one wonders."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -166,6 +168,11 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
         export_drafter(settings, target, plan, trainer.scale, facts)
         report(f"exported to {settings.output}")
 
+    rows = settings.batch_streams * settings.anchors * settings.block_size
+    if target.device.type == "cpu" and rows > CPU_ROWS:
+        report(
+            f"a step has {rows:,} rows, which takes a CPU minutes: lower --batch-streams and --anchors to try it out"
+        )
     report("computes the target's states for the first steps …")
     trainer.run(report, evaluate, export)
     return latest

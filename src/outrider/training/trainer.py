@@ -234,7 +234,8 @@ class Trainer:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         self.save()
-        report(f"done: {self.step} steps in {self.elapsed_s:.0f} s; {evaluate().text}")
+        report("measures acceptance on what is held out …")
+        report(f"done: {self.step:,} steps, {self.elapsed_s:.0f} s without the first; {evaluate().text}")
         export()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -147,7 +147,7 @@ def _load(config: EngineConfig, *, clients: int, minutes: float, kills: int, see
 
 
 def _print_overhead(report: dict[str, Any]) -> None:
-    out.print(f"Medians of {report['texts']} rounds, each offline and over HTTP in turns; ratios within a round.")
+    out.print(f"Medians of {report['texts']} rounds, offline and over HTTP in turns; ratio and difference by round.")
     out.print(
         f"  tokens/s     {report['http_tokens_per_s']:.1f} over HTTP, {report['offline_tokens_per_s']:.1f} offline: "
         f"{report['ratio']:.1%}"
@@ -157,8 +157,8 @@ def _print_overhead(report: dict[str, Any]) -> None:
         f"{report['ttft_overhead_ms']:+.1f} ms"
     )
     out.print(
-        f"               {report['ttft_outside_ms']:.1f} ms pass on the way to the server and back, "
-        f"{report['ttft_queued_ms']:.1f} ms there before its first step"
+        f"               of it {report['ttft_outside_ms']:.1f} ms on the way, {report['ttft_queued_ms']:.1f} ms in the "
+        "server before the first step"
     )
     differ = report["texts_that_differ"]
     out.print(
