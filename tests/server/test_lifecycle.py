@@ -97,6 +97,42 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(server: RunningServer)
     assert server.children() == {}
 
 
+def test_a_second_signal_ends_what_runs_and_says_so(server: RunningServer) -> None:
+    stream = server.openai().completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.http().get("/ready").status_code == 503)
+    server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="the server is ending"):
+        list(stream)
+    assert server.process.wait(60) == 0
+    assert server.children() == {}
+    assert "Traceback" not in server.log
+
+
+def test_an_idle_server_says_that_it_ends_and_lets_its_watchers_go(server: RunningServer) -> None:
+    with server.http().stream("GET", "/kv/stream", params={"interval_ms": 60_000}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        # To its proper end: one that is broken off raises.
+        assert not [line for line in lines if line]
+    assert server.process.wait(60) == 0
+    assert "no request is open; the server ends" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_server_between_two_attempts_to_start_its_engine_can_be_ended(server: RunningServer) -> None:
+    for deaths in (1, 2):
+        # The first is replaced at once; after the second, which never was ready, there is a pause.
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda deaths=deaths: server.log.count("the engine process has ended") == deaths)  # type: ignore[misc]
+        wait_until(lambda deaths=deaths: deaths == 2 or "engine_process" in server.children())  # type: ignore[misc]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert server.children() == {}
+
+
 def test_processes_end_with_the_front_end(server: RunningServer) -> None:
     others = [pid for pids in server.children().values() for pid in pids]
     assert len(others) == 3
