@@ -83,6 +83,16 @@ def test_an_engine_that_is_killed_is_replaced_and_everybody_is_told(server: Runn
     assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
 
 
+def test_a_text_process_that_somebody_ends_is_replaced_and_nobody_notices(server: RunningServer) -> None:
+    texts = server.children()["text_process"]
+    for process in texts:
+        os.kill(process, signal.SIGKILL)
+    client = server.openai()
+    for _ in texts:
+        assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
+    assert not set(texts) & set(server.children()["text_process"])
+
+
 def test_a_drain_finishes_what_runs_and_takes_nothing_new(server: RunningServer) -> None:
     client = server.openai()
     stream = client.completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
@@ -169,6 +179,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason() -> Non
         (("--api-key", "same", "--admin-key", "same"), "use another"),
         (("--port", "70000"), "at most 65535"),
         (("--max-n", "0"), "n_max"),
+        (("--port", "0", "--host", "no-such-host.invalid"), "--host takes an address of this machine"),
+        (("--port", "0", "--host", "192.0.2.1"), "--host takes an address of this machine"),
+        (("--port", "0", "--host", "x" * 99), "--host takes an address of this machine"),
         (("--render-limit", "0"), "render_limit_s"),
         (("--speculative-config", "{"), "no valid JSON"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -58,12 +59,17 @@ def listen(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as problem:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {problem.strerror or problem}; "
-            "choose another --port, or --port 0 for any that is free"
-        ) from None
-    listener.listen(BACKLOG)
+        listener.listen(BACKLOG)
+    except (OSError, UnicodeError) as problem:
+        # A name that cannot even be asked for is a UnicodeError.
+        reason = getattr(problem, "strerror", None) or str(problem)
+        bad_host = isinstance(problem, socket.gaierror | UnicodeError) or problem.errno == errno.EADDRNOTAVAIL
+        advice = (
+            "--host takes an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+            if bad_host
+            else "choose another --port, or --port 0 for any that is free"
+        )
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; {advice}") from None
     listener.setblocking(False)
     return listener
 

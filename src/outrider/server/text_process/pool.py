@@ -86,7 +86,15 @@ class TextPool:
     async def _serve(self, process: Process | None, order: TextOrder) -> TextAnswer:
         answer: TextAnswer | None = None
         try:
-            process = process or await self._spawn()
+            if process is not None:
+                # One may have been ended by somebody else, such as the kernel where memory ran out: no fault of this
+                # order's. Should it be after all, the same happens to the next.
+                with suppress(asyncio.IncompleteReadError, OSError):
+                    answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
+                    return answer
+                await self._end(process)
+                process = None
+            process = await self._spawn()
             answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
             return answer
         except TimeoutError:
