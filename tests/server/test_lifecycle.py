@@ -107,6 +107,17 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(server: RunningServer)
     assert server.children() == {}
 
 
+def test_a_signal_after_a_drain_over_http_still_lets_requests_finish(server: RunningServer) -> None:
+    """As where a service manager asks for a drain before it sends its signal."""
+    stream = server.openai().completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+    first = next(stream)
+    drain = server.http("secret").post("/admin/drain")
+    assert (drain.status_code, drain.json()["open_requests"]) == (202, 1)
+    server.process.send_signal(signal.SIGTERM)
+    assert [first, *stream][-1].choices[0].finish_reason == "length"
+    assert server.process.wait(60) == 0
+
+
 def test_a_second_signal_ends_what_runs_and_says_so(server: RunningServer) -> None:
     stream = server.openai().completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
     next(stream)

@@ -168,12 +168,14 @@ class Drain:
         self._service = service
         self._server = server
         self._task: asyncio.Task[None] | None = None
+        self._signalled = False
         self._at_once = asyncio.Event()
 
     def asked(self) -> None:
-        """By a signal."""
-        if self._task is not None:
+        """By a signal. One that comes after a drain was asked for over HTTP is the first all the same."""
+        if self._signalled:
             self._at_once.set()
+        self._signalled = True
         self.begin()
 
     def begin(self) -> None:

@@ -48,6 +48,7 @@ class TextPool:
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
         self._all: set[Process] = set()
         self._at_work: set[asyncio.Task[TextAnswer]] = set()
+        self._closed = False
         self.interrupted = 0
         """How many orders took too long."""
 
@@ -68,6 +69,7 @@ class TextPool:
         return process
 
     async def close(self) -> None:
+        self._closed = True
         for process in list(self._all):
             await self._end(process)
 
@@ -94,6 +96,8 @@ class TextPool:
                     return answer
                 await self._end(process)
                 process = None
+                if self._closed:
+                    return BadText(message="the server is ending")
             process = await self._spawn()
             answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
             return answer
