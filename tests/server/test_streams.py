@@ -62,7 +62,7 @@ def test_a_drain_waits_for_clients_that_have_not_taken_all_of_their_answer(caplo
     async def drain_with_a_slow_client() -> None:
         requests, server = OpenRequests(Recorder()), Server()
         service = SimpleNamespace(
-            config=ServerConfig(drain_limit_s=0.1),
+            config=ServerConfig(drain_limit_s=60),
             supervisor=SimpleNamespace(requests=requests),
             drain_began=asyncio.Event(),
         )
@@ -70,12 +70,15 @@ def test_a_drain_waits_for_clients_that_have_not_taken_all_of_their_answer(caplo
             requests.deliver("a", Refused(request_id="a", message="it has ended, one way or another"))
             assert len(requests) == 0
             Drain(service, server).begin()  # type: ignore[arg-type]
-            while not server.should_exit:
+            # Time enough for a drain that sees no reason to wait.
+            for _ in range(10):
                 await asyncio.sleep(0)
-        assert requests.num_jobs == 0
+            assert not server.should_exit
+        while not server.should_exit:
+            await asyncio.sleep(0)
 
     asyncio.run(drain_with_a_slow_client())
-    assert "1 requests did not finish in time" in caplog.text
+    assert "did not finish in time" not in caplog.text
 
 
 def test_leaving_a_job_whose_engine_is_gone_is_no_error() -> None:
