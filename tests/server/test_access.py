@@ -198,14 +198,21 @@ def test_metrics_carry_the_prefix_that_was_asked_for(guarded: RunningServer) -> 
 
 
 def test_figures_are_logged_as_operators_know_them(guarded: RunningServer) -> None:
-    thread = threading.Thread(
-        target=lambda: guarded.http(API_KEY).post(
-            "/v1/completions", json={"prompt": "a b a b a b", "max_tokens": 300, "ignore_eos": True}
-        )
-    )
+    seen = threading.Event()
+
+    def ask() -> None:
+        # One request may be over before the next line is due.
+        with guarded.http(API_KEY) as http:
+            while not seen.is_set():
+                http.post("/v1/completions", json={"prompt": "a b a b a b", "max_tokens": 300, "ignore_eos": True})
+
+    thread = threading.Thread(target=ask)
     thread.start()
-    wait_until(lambda: "Avg generation throughput" in guarded.log and "Running: 1 reqs" in guarded.log)
-    thread.join()
+    try:
+        wait_until(lambda: "Avg generation throughput" in guarded.log and "Running: 1 reqs" in guarded.log)
+    finally:
+        seen.set()
+        thread.join()
 
 
 def test_pages_of_the_cache_can_be_watched(guarded: RunningServer) -> None:
@@ -227,6 +234,7 @@ def test_watching_the_pages_tells_nothing_about_other_tenants_prompts(guarded: R
     prompt = "what only one of them may know about zanzibar and its lighthouses " * 3
     for _ in range(2):
         cached(guarded, API_KEY, prompt)
+    wait_until_told(guarded, prompt, prompt)
     mine, theirs = (guarded.http(key).get("/kv").json() for key in (API_KEY, OTHER_KEY))
     assert mine["recent_hits"][0]["cached_tokens"] > 32
     length = mine["recent_hits"][0]["prompt_tokens"]
@@ -250,7 +258,9 @@ def test_watching_the_pages_tells_nothing_about_other_tenants_prompts(guarded: R
 
 def test_a_hit_is_told_as_soon_as_its_request_has_begun(guarded: RunningServer) -> None:
     http, client = guarded.http(API_KEY), guarded.openai(API_KEY)
-    cached(guarded, API_KEY, "whoever was here last")
+    prompt = "whoever was here last, and nobody else before them"
+    cached(guarded, API_KEY, prompt)
+    wait_until_told(guarded, prompt)
     last = http.get("/kv").json()["recent_hits"][0]["number"]
     options = {"model": client.models.list().data[0].id, "prompt": "Once", "max_tokens": 400, "temperature": 1.0}
     with client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}) as stream:
@@ -263,6 +273,18 @@ def test_a_hit_is_told_as_soon_as_its_request_has_begun(guarded: RunningServer) 
     assert [hit["number"] for hit in told["recent_hits"]] == list(
         range(last + 1, last + 1 - len(told["recent_hits"]), -1)
     )
+
+
+def wait_until_told(server: RunningServer, *prompts: str) -> None:
+    """A look at the pages may be as old as the shortest interval: until it shows these requests, the latest last."""
+    http = server.http(API_KEY)
+    lengths = [http.post("/tokenize", json={"prompt": prompt}).json()["count"] for prompt in prompts]
+
+    def are_told() -> bool:
+        hits = http.get("/kv").json()["recent_hits"]
+        return [hit["prompt_tokens"] for hit in reversed(hits[: len(lengths)])] == lengths
+
+    wait_until(are_told)
 
 
 def total_of(runs: str) -> int:

@@ -12,8 +12,13 @@ from tests.server.running import wait_until
 from outrider.errors import NotNowError, RequestError
 from outrider.grammar import Grammar
 from outrider.sampling import SamplingParams
+<<<<<<< HEAD
 from outrider.server.engine_process.loop import EngineLoop
 from outrider.server.messages import Abort, Refused, StepReport, Submit, ToEngine, decode_to_front, encode
+=======
+from outrider.server.engine_process.loop import FAILED_STEPS_MAX, EngineLoop
+from outrider.server.messages import Abort, Submit, ToEngine, encode
+>>>>>>> attack
 
 
 def order(name: str, form: str) -> Submit:
@@ -71,4 +76,30 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:
         assert compiler.asked == ["aa", "cc", "dd"]
         take()
         assert set(loop._reporters) == {"d", "e"}
+    context.destroy(linger=0)
+
+
+def test_a_process_whose_steps_fail_in_a_row_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _compiler = held_engine()
+    context: zmq.Context[Any] = zmq.Context()
+    with context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
+        front.bind("inproc://engine")
+        socket.connect("inproc://engine")
+        loop, broken = EngineLoop(engine, socket), True
+
+        def step() -> list[Any]:
+            if broken:
+                raise ValueError("it is broken")
+            return []
+
+        monkeypatch.setattr(engine, "step", step)
+        for _ in range(FAILED_STEPS_MAX - 1):
+            loop._step()
+        broken = False
+        loop._step()
+        broken = True
+        for _ in range(FAILED_STEPS_MAX - 1):
+            loop._step()
+        with pytest.raises(ValueError, match="it is broken"):
+            loop._step()
     context.destroy(linger=0)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from tests.server.running import RunningServer
 from tests.server.tiny_model import CONTEXT
+
+from outrider.server.config import ServerConfig
+from outrider.server.http.app import make_app
+from outrider.server.observe.figures import Figures
+from outrider.server.observe.metrics import Metrics
 
 COMPLETION = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -236,3 +244,20 @@ def test_a_foreign_host_header_is_refused_without_a_key(tiny: RunningServer) -> 
     answer = tiny.http().get("/v1/models", headers={"Host": "evil.example"})
     assert answer.status_code == 403
     assert tiny.http().get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200
+
+
+def test_who_meets_a_bug_of_ours_is_told_that_the_connection_ends() -> None:
+    """The HTTP server closes it, since it takes the exception for its own."""
+    config = ServerConfig(api_keys=("k",))
+    service: Any = SimpleNamespace(config=config, metrics=Metrics(config.metrics_prefix, Figures(), "m"))
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            # No Service is there, which is nothing that a route expects.
+            return await client.get("/ready", headers={"Authorization": "Bearer k"})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["Connection"] == "close"

@@ -83,6 +83,16 @@ def test_an_engine_that_is_killed_is_replaced_and_everybody_is_told(server: Runn
     assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
 
 
+def test_a_text_process_that_somebody_ends_is_replaced_and_nobody_notices(server: RunningServer) -> None:
+    texts = server.children()["text_process"]
+    for process in texts:
+        os.kill(process, signal.SIGKILL)
+    client = server.openai()
+    for _ in texts:
+        assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
+    assert not set(texts) & set(server.children()["text_process"])
+
+
 def test_a_drain_finishes_what_runs_and_takes_nothing_new(server: RunningServer) -> None:
     client = server.openai()
     stream = client.completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
@@ -93,6 +103,53 @@ def test_a_drain_finishes_what_runs_and_takes_nothing_new(server: RunningServer)
         client.completions.create(model="tiny", prompt="Hi")
     assert caught.value.response.headers["Retry-After"]
     assert [first, *stream][-1].choices[0].finish_reason == "length"
+    assert server.process.wait(60) == 0
+    assert server.children() == {}
+
+
+def test_a_signal_after_a_drain_over_http_still_lets_requests_finish(server: RunningServer) -> None:
+    """As where a service manager asks for a drain before it sends its signal."""
+    stream = server.openai().completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+    first = next(stream)
+    drain = server.http("secret").post("/admin/drain")
+    assert (drain.status_code, drain.json()["open_requests"]) == (202, 1)
+    server.process.send_signal(signal.SIGTERM)
+    assert [first, *stream][-1].choices[0].finish_reason == "length"
+    assert server.process.wait(60) == 0
+
+
+def test_a_second_signal_ends_what_runs_and_says_so(server: RunningServer) -> None:
+    stream = server.openai().completions.create(**LONG, stream=True, extra_body=PAST_THE_END)
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.http().get("/ready").status_code == 503)
+    server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="the server is ending"):
+        list(stream)
+    assert server.process.wait(60) == 0
+    assert server.children() == {}
+    assert "Traceback" not in server.log
+
+
+def test_an_idle_server_says_that_it_ends_and_lets_its_watchers_go(server: RunningServer) -> None:
+    with server.http().stream("GET", "/kv/stream", params={"interval_ms": 60_000}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        # To its proper end: one that is broken off raises.
+        assert not [line for line in lines if line]
+    assert server.process.wait(60) == 0
+    assert "no request is open; the server ends" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_server_between_two_attempts_to_start_its_engine_can_be_ended(server: RunningServer) -> None:
+    for deaths in (1, 2):
+        # The first is replaced at once; after the second, which never was ready, there is a pause.
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda deaths=deaths: server.log.count("the engine process has ended") == deaths)  # type: ignore[misc]
+        wait_until(lambda deaths=deaths: deaths == 2 or "engine_process" in server.children())  # type: ignore[misc]
+    server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
     assert server.children() == {}
 
@@ -133,6 +190,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason() -> Non
         (("--api-key", "same", "--admin-key", "same"), "use another"),
         (("--port", "70000"), "at most 65535"),
         (("--max-n", "0"), "n_max"),
+        (("--port", "0", "--host", "no-such-host.invalid"), "--host takes an address of this machine"),
+        (("--port", "0", "--host", "192.0.2.1"), "--host takes an address of this machine"),
+        (("--port", "0", "--host", "x" * 99), "--host takes an address of this machine"),
         (("--render-limit", "0"), "render_limit_s"),
         (("--speculative-config", "{"), "no valid JSON"),
     ],

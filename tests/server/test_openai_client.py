@@ -32,6 +32,18 @@ def test_a_stream_adds_up_to_the_whole_completion(client: openai.OpenAI) -> None
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_a_stream_says_all_the_time_what_was_used_if_asked(client: openai.OpenAI) -> None:
+    always = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"model": "tiny", "max_tokens": 12, "temperature": 0.8, "seed": 5, "stream": True, "n": 2}
+    for chunks in (
+        list(client.completions.create(**options, prompt=PROMPT, stream_options=always)),
+        list(client.chat.completions.create(**options, messages=CHAT, stream_options=always))[2:],
+    ):
+        used = [chunk.usage.completion_tokens for chunk in chunks]
+        assert used == sorted(used)
+        assert 0 < used[0] < used[-1] == 24
+
+
 def test_without_asking_no_chunk_lacks_a_choice(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, stream=True))
     assert all(len(chunk.choices) == 1 for chunk in chunks)
@@ -136,6 +148,22 @@ def test_echo_scores_the_prompt_without_generating(client: openai.OpenAI) -> Non
     assert len(choice.logprobs.token_logprobs) == answer.usage.prompt_tokens == 6
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
     assert answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("prompt", ["naïve 😀😃 日本語 and on", "<|im_start|>user\n😀<|im_end|>", "half a 😀"])
+def test_offsets_of_an_echoed_prompt_are_places_in_the_text(client: openai.OpenAI, prompt: str) -> None:
+    options = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 3, "temperature": 0}
+    answer = client.completions.create(**options, n=2)
+    for choice in answer.choices:
+        logprobs, prompt_tokens = choice.logprobs, answer.usage.prompt_tokens
+        assert logprobs.text_offset[0] == 0
+        assert logprobs.text_offset[prompt_tokens] == len(prompt)
+        spelt = [
+            (token, choice.text[offset : offset + len(token)])
+            for token, offset in zip(logprobs.tokens[:prompt_tokens], logprobs.text_offset[:prompt_tokens], strict=True)
+            if "\ufffd" not in token
+        ]
+        assert [token for token, _ in spelt] == [shown for _, shown in spelt]
 
 
 def test_logit_bias_and_allowed_tokens_choose(client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -10,6 +11,15 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tests.server.running import RunningServer
+from tests.server.tiny_model import real_text
+
+from outrider.sampling import SamplingParams
+from outrider.server.front.tokens import TokenTexts
+from outrider.server.front.totals import Totals
+from outrider.server.messages import Delta, Scored, Submit
+from outrider.server.protocol.responses import ResponsesRequest
+from outrider.server.routes.responses import ResponseWriter
+from outrider.server.routes.responses_input import as_chat
 
 OPTIONS: dict[str, Any] = {"model": "tiny", "max_output_tokens": 16, "temperature": 0.8}
 SEED = {"seed": 3}
@@ -149,3 +159,33 @@ def test_what_is_not_done_here_is_refused_with_a_way_out(
 def test_what_is_not_done_here_is_refused(client: openai.OpenAI, change: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**({**OPTIONS, "input": "Hi"} | change))
+
+
+@pytest.mark.parametrize("include", [["message.output_text.logprobs"], None])
+def test_tokens_without_a_text_of_their_own_are_told_too(include: list[str] | None) -> None:
+    """The first half of a character, and the token that ends the text."""
+    fields = {"input": "?", "stream": True, "include": include, "return_token_origins": True}
+    body = ResponsesRequest.model_validate(fields)
+    service: Any = SimpleNamespace(token_texts=TokenTexts(real_text().tokenizer))
+    writer = ResponseWriter(service, body, as_chat(body), name="r", model="m")
+    totals = Totals([Submit(request_id="r", prompt_token_ids=[1], params=SamplingParams(), arrival_s=0.0)])
+    told = []
+    for token, piece in ((10, "a"), (11, ""), (12, "\u00e9"), (13, ""), (2, "")):
+        delta = Delta(
+            request_id="r",
+            index=0,
+            text=piece,
+            token_ids=[token],
+            pieces=[piece],
+            origins="p",
+            logprobs=[Scored(token=token, logprob=-float(token), top=[])],
+            finish_reason="stop" if token == 2 else None,
+        )
+        told += [json.loads(event.partition(b"data: ")[2]) for event in writer.delta(0, delta, totals)]
+    texts = [event for event in told if event["type"] == "response.output_text.delta"]
+    assert [event["delta"] for event in texts] == ["a", "\u00e9", ""]
+    assert [[token["id"] for token in event["token_origins"]] for event in texts] == [[10], [11, 12], [13, 2]]
+    (message,) = writer.whole(totals)["output"]
+    expected = [] if include is None else [-10.0, -11.0, -12.0, -13.0, -2.0]
+    assert [entry["logprob"] for event in texts for entry in event["logprobs"]] == expected
+    assert [entry["logprob"] for entry in message["content"][0]["logprobs"]] == expected

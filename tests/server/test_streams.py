@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider.sampling import SamplingParams
+from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
 from outrider.server.front.service import Answers
 from outrider.server.front.streams import Job, OpenRequests
 from outrider.server.http.event_stream import EventStream
 from outrider.server.messages import Abort, Accepted, Delta, Refused, Submit, ToEngine
+from outrider.server.run import Drain
 
 
 class Recorder:
@@ -69,6 +72,34 @@ def test_a_refusal_says_whether_to_try_again(refused: Refused, status: int, retr
 
     problem = asyncio.run(run())
     assert (problem.status, problem.headers.get("Retry-After")) == (status, retry_after)
+
+
+def test_a_drain_waits_for_clients_that_have_not_taken_all_of_their_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine may be done with a request long before a slow client is."""
+
+    class Server:
+        should_exit = force_exit = False
+
+    async def drain_with_a_slow_client() -> None:
+        requests, server = OpenRequests(Recorder()), Server()
+        service = SimpleNamespace(
+            config=ServerConfig(drain_limit_s=60),
+            supervisor=SimpleNamespace(requests=requests),
+            drain_began=asyncio.Event(),
+        )
+        with Job(requests, [order("a")]):
+            requests.deliver("a", Refused(request_id="a", message="it has ended, one way or another"))
+            assert len(requests) == 0
+            Drain(service, server).begin()  # type: ignore[arg-type]
+            # Time enough for a drain that sees no reason to wait.
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not server.should_exit
+        while not server.should_exit:
+            await asyncio.sleep(0)
+
+    asyncio.run(drain_with_a_slow_client())
+    assert "did not finish in time" not in caplog.text
 
 
 def test_leaving_a_job_whose_engine_is_gone_is_no_error() -> None:

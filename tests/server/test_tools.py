@@ -264,6 +264,15 @@ def test_what_a_grammar_forces_becomes_a_call(choice: Any, text: str) -> None:
     assert '"town"' in grammar.text
 
 
+@pytest.mark.parametrize(("parallel", "most"), [(None, None), (True, None), (False, 1)])
+def test_who_wants_one_call_at_a_time_leaves_room_for_one(parallel: bool | None, most: int | None) -> None:
+    """Further ones would be left out, after the client has waited for them."""
+    asked = {"messages": ASKED, "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": parallel}
+    grammar = forced_grammar(ChatRequest.model_validate(asked))
+    assert grammar is not None
+    assert json.loads(grammar.text).get("maxItems") == most
+
+
 def test_the_responses_api_gives_calls_as_items() -> None:
     body = ResponsesRequest.model_validate(
         {"input": "?", "stream": True, "tools": [{"type": "function", "name": "weather"}]}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import uvicorn
@@ -15,7 +16,7 @@ import uvicorn
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
 from outrider.server.config import ServerConfig
-from outrider.server.front.problems import unavailable
+from outrider.server.front.problems import server_ends
 from outrider.server.front.service import Service
 from outrider.server.front.supervisor import Supervisor
 from outrider.server.http.app import make_app
@@ -58,12 +59,17 @@ def listen(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as problem:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {problem.strerror or problem}; "
-            "choose another --port, or --port 0 for any that is free"
-        ) from None
-    listener.listen(BACKLOG)
+        listener.listen(BACKLOG)
+    except (OSError, UnicodeError) as problem:
+        # A name that cannot even be asked for is a UnicodeError.
+        reason = getattr(problem, "strerror", None) or str(problem)
+        bad_host = isinstance(problem, socket.gaierror | UnicodeError) or problem.errno == errno.EADDRNOTAVAIL
+        advice = (
+            "--host takes an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+            if bad_host
+            else "choose another --port, or --port 0 for any that is free"
+        )
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; {advice}") from None
     listener.setblocking(False)
     return listener
 
@@ -71,6 +77,11 @@ def listen(config: ServerConfig) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_no_cut_off_answer(record: logging.LogRecord) -> bool:
+    """The HTTP server logs answers that it cuts off at its end as if the application had failed."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class _Server(uvicorn.Server):
@@ -116,6 +127,7 @@ class _Run:
                 timeout_graceful_shutdown=5,
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cut_off_answer)
         drain = Drain(service, server)
         service.begin_drain = drain.begin
         loop = asyncio.get_running_loop()
@@ -156,28 +168,36 @@ class Drain:
         self._service = service
         self._server = server
         self._task: asyncio.Task[None] | None = None
+        self._signalled = False
+        self._at_once = asyncio.Event()
 
     def asked(self) -> None:
-        """By a signal."""
-        if self._task is not None:
-            self._server.should_exit = self._server.force_exit = True
+        """By a signal. One that comes after a drain was asked for over HTTP is the first all the same."""
+        if self._signalled:
+            self._at_once.set()
+        self._signalled = True
         self.begin()
 
     def begin(self) -> None:
         if self._task is None:
-            self._service.draining = True
+            self._service.drain_began.set()
             self._task = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         limit_s, requests = self._service.config.drain_limit_s, self._service.supervisor.requests
-        if len(requests):
-            logger.info("draining: %d requests may go on for up to %g s", len(requests), limit_s)
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + limit_s
-        while len(requests) and loop.time() < deadline_s:
-            await asyncio.sleep(0.05)
-        if len(requests):
-            logger.warning("%d requests did not finish in time", len(requests))
-            requests.fail_all(unavailable("the server is ending; send the request again, elsewhere"))
+        if requests.num_jobs:
+            logger.info("draining: %d requests may go on for up to %g s", requests.num_jobs, limit_s)
+        else:
+            logger.info("no request is open; the server ends")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while requests.num_jobs and not self._at_once.is_set():
+                    await asyncio.sleep(0.05)
+        if requests.num_jobs:
+            logger.warning("%d requests did not finish in time", requests.num_jobs)
+            requests.fail_all(server_ends())
             await asyncio.sleep(LAST_ANSWERS_S)
         self._server.should_exit = True
+        # From here on it is up to connections that take their time to close.
+        await self._at_once.wait()
+        self._server.force_exit = True

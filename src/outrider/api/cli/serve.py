@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,14 +62,19 @@ def serve(
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    with loading() as progress:
+    with ExitStack() as until_ready:
+        progress = until_ready.enter_context(loading())
+
+        def ready(url: str, facts: Facts) -> None:
+            until_ready.close()
+            # On a full disk, or where nobody listens any more: whoever asks is served all the same.
+            with suppress(OSError, SystemExit):
+                _announce(url, facts, config)
+
         serve(
             config,
             engine_config,
-            Announcements(
-                loading=lambda told: progress(told.what, told.done, told.total),
-                ready=lambda url, facts: _announce(url, facts, config),
-            ),
+            Announcements(loading=lambda told: progress(told.what, told.done, told.total), ready=ready),
         )
 
 

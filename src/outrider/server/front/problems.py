@@ -38,6 +38,10 @@ def unavailable(why: str, *, retry_after_s: int = 2) -> Problem:
     return Problem(why, status=503, type="server_error", code="unavailable", retry_after_s=retry_after_s)
 
 
+def server_ends() -> Problem:
+    return unavailable("the server is ending; send the request again, elsewhere")
+
+
 def engine_died() -> Problem:
     return unavailable("the engine has stopped and is being restarted; the request is lost, send it again")
 

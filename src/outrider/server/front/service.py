@@ -28,7 +28,7 @@ class Service:
         self.supervisor = supervisor
         self.metrics = metrics
         self.tracer = tracer
-        self.draining = False
+        self.drain_began = asyncio.Event()
         self.begin_drain: Callable[[], None] = lambda: None
         """Set by whoever can end the server."""
         self.started_s = time.time()
@@ -54,6 +54,10 @@ class Service:
             await self._text.close()
 
     # ---- how things stand --------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self.drain_began.is_set()
 
     @property
     def ready(self) -> bool:

@@ -36,12 +36,14 @@ class Job:
         for place, order in enumerate(self.orders):
             self._open[order.request_id] = place
             self._streams.start(order, self)
+        self._streams.num_jobs += 1
         return self
 
     def __exit__(self, *_error: object) -> None:
         for name in self._open:
             self._streams.leave(name)
         self._open.clear()
+        self._streams.num_jobs -= 1
 
     @property
     def finished(self) -> bool:
@@ -67,6 +69,8 @@ class OpenRequests:
         self._sender = sender
         self._jobs: dict[str, Job] = {}
         self._sequences: dict[str, int] = {}
+        self.num_jobs = 0
+        """Clients that wait for an answer, or have not yet taken all of theirs."""
         self.num_sequences = 0
         """Continuations of all requests that are open."""
 

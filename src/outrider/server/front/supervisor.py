@@ -22,7 +22,7 @@ import zmq
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.server.front.channel import Channel
-from outrider.server.front.problems import Problem, engine_died, engine_hung, unavailable
+from outrider.server.front.problems import Problem, engine_died, engine_hung, server_ends, unavailable
 from outrider.server.front.streams import OpenRequests
 from outrider.server.front.watchdog import Watchdog
 from outrider.server.messages import (
@@ -98,6 +98,7 @@ class Supervisor:
         self._call_number = 0
         self._process: Process | None = None
         self._task: asyncio.Task[None] | None = None
+        self._told_to_stop = asyncio.Event()
 
     # ---- what the rest of the front end does -------------------------------------------------------
 
@@ -135,6 +136,7 @@ class Supervisor:
     async def stop(self) -> None:
         """End the process; who still waits is told."""
         was_ready, self.state = self.state is State.READY, State.STOPPED
+        self._told_to_stop.set()
         if self._process is not None and self._process.returncode is None:
             if was_ready:
                 self._send(Stop())
@@ -153,10 +155,9 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         failures = 0
-        while not self._is_stopped:
-            await asyncio.sleep(RESTART_WAITS_S[min(failures, len(RESTART_WAITS_S) - 1)])
+        while not await self._stopped_within(RESTART_WAITS_S[min(failures, len(RESTART_WAITS_S) - 1)]):
             error, was_ready = await self._run_one(number=self.restarts)
-            self._tell_everybody(engine_died())
+            self._tell_everybody(server_ends() if self._is_stopped else engine_died())
             if self._is_stopped:
                 break
             if not self.first_ready.done():
@@ -167,6 +168,11 @@ class Supervisor:
             self.restarts += 1
             self._on_end()
             logger.error("the engine process has ended (%s); starting it again", error)
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._told_to_stop.wait(), seconds)
+        return self._is_stopped
 
     @property
     def _is_stopped(self) -> bool:
@@ -190,6 +196,9 @@ class Supervisor:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
         self.pid = process.pid
+        if self._is_stopped:
+            # Told so while the process was being started: nobody else knows of this one.
+            process.kill()
         waiter = asyncio.create_task(process.wait())
         watcher = asyncio.create_task(self._watch())
         await asyncio.wait((channel.failed, waiter, watcher), return_when=asyncio.FIRST_COMPLETED)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
-from outrider.engine.detokenize import BYTE_OF
+from outrider.engine.detokenize import BYTE_OF, Detokenizer
 from outrider.models.tokenizer import Decoding, Tokenizer
 
 CACHED_TOKENS = 1 << 16
@@ -18,6 +19,22 @@ class TokenTexts:
     def text(self, token_id: int) -> str:
         """Bytes that are only part of a character come out as replacement characters."""
         return self.bytes(token_id).decode("utf-8", errors="replace")
+
+    def pieces(self, token_ids: Sequence[int], text: str) -> list[str]:
+        """What each token adds to the text that they were made from; together they are that text.
+
+        A character of several tokens belongs to the last of them. A special token that does not stand in the text,
+        such as one that begins every prompt, adds nothing.
+        """
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
+        pieces, place = [], 0
+        for token_id in token_ids:
+            unseen = token_id in self._tokenizer.special_ids and not text.startswith(self.text(token_id), place)
+            pieces.append("" if unseen else detokenizer.push(token_id))
+            place += len(pieces[-1])
+        if pieces:
+            pieces[-1] += detokenizer.finish()
+        return pieces
 
     def _bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.token(token_id)

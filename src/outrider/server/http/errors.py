@@ -44,9 +44,16 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(_request: Request, _error: Exception) -> Response:
-        # The traceback is in the log; a client learns nothing about our insides.
+        # The traceback is in the log; a client learns nothing about our insides. The exception goes on to the HTTP
+        # server, which closes the connection; a client that was not told so would send its next request there.
         return problem_answer(
-            Problem("the server failed on this request", status=500, type="server_error", code="internal_error")
+            Problem(
+                "the server failed on this request",
+                status=500,
+                type="server_error",
+                code="internal_error",
+                headers={"Connection": "close"},
+            )
         )
 
 

@@ -38,6 +38,7 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None
     """Accepted; there is none."""
     continuous_usage_stats: bool = False
+    """Every chunk says what was used so far."""
 
 
 class JsonSchemaFormat(Fields):
@@ -121,3 +122,7 @@ class GenerationFields(IgnoredFields):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.stream_options is not None and self.wants_usage and self.stream_options.continuous_usage_stats

@@ -25,4 +25,4 @@ async def drain(request: Request) -> Response:
     """The same as SIGTERM."""
     service = service_of(request)
     service.begin_drain()
-    return json_answer({"status": "draining", "open_requests": len(service.supervisor.requests)}, status=202)
+    return json_answer({"status": "draining", "open_requests": service.supervisor.requests.num_jobs}, status=202)

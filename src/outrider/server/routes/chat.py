@@ -150,7 +150,9 @@ class ChatWriter:
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
             content["tool_calls"] = [*_call_deltas(found.calls, before)]
-        more = {"metrics": totals.metrics()} if totals.complete and not self._body.wants_usage else {}
+        more: dict[str, Any] = {"usage": totals.usage()} if self._body.wants_usage_always else {}
+        if totals.complete and not self._body.wants_usage:
+            more["metrics"] = totals.metrics()
         entry = {
             "index": delta.index,
             "delta": content,

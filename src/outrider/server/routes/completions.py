@@ -145,7 +145,9 @@ class CompletionWriter:
         if delta.logprobs is not None:
             logprobs = self._logprobs[choice].part(delta.logprobs, delta.token_ids, delta.pieces)
         # A chunk without choices comes only to those who asked for one: others trip over it.
-        more = {"metrics": totals.metrics()} if totals.complete and not self._body.wants_usage else {}
+        more: dict[str, Any] = {"usage": self._usage(totals)} if self._body.wants_usage_always else {}
+        if totals.complete and not self._body.wants_usage:
+            more["metrics"] = totals.metrics()
         yield self._chunk([self._choice(choice, delta.text, logprobs, [delta])], **more)
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -188,8 +190,7 @@ class CompletionWriter:
                 for delta in each
                 if delta.ending is not None
             )
-            pieces = [self._service.token_texts.text(token) for token in ids]
-            parts.append(texts.part(ending.prompt_logprobs or [], ids, pieces))
+            parts.append(texts.prompt(ending.prompt_logprobs or [], ids, self._prompts[choice // self._n]))
         for delta in deltas:
             parts.append(texts.part(delta.logprobs or [], delta.token_ids, delta.pieces))
         return merged(parts)

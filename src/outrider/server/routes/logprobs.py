@@ -31,6 +31,13 @@ class CompletionLogprobs:
         self._texts = texts
         self._offset = 0
 
+    def prompt(self, entries: Sequence[Scored | None], tokens: Sequence[int], text: str) -> dict[str, Any]:
+        """For the tokens of a prompt that the text begins with."""
+        part = self.part(entries, tokens, self._texts.pieces(tokens, text))
+        # Some tokenizers change what they are given: what comes behind it has its place all the same.
+        self._offset = len(text)
+        return part
+
     def part(self, entries: Sequence[Scored | None], tokens: Sequence[int], pieces: Sequence[str]) -> dict[str, Any]:
         """For further tokens. One without an entry, such as a prompt's first, has no probability."""
         offsets = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -56,7 +56,8 @@ async def _watch(service: Service, tenant: str, interval_s: float) -> AsyncGener
             yield event(_told(await service.pages(max_age_s=interval_s / 2), tenant))
         except Problem as problem:
             yield event(problem.body())
-        await asyncio.sleep(interval_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(service.drain_began.wait(), interval_s)
 
 
 def _told(pages: Pages, tenant: str) -> dict[str, Any]:

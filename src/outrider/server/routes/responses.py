@@ -59,6 +59,8 @@ class ResponseWriter:
         self._call: dict[str, Any] | None = None
         """The same for calls."""
         self._finish: str | None = None
+        self._untold: list[Delta] = []
+        """Those whose tokens have no text yet."""
 
     # ---- one delta after the other -----------------------------------------------------------------
 
@@ -68,17 +70,22 @@ class ResponseWriter:
 
     def _take(self, delta: Delta) -> Iterator[bytes]:
         found = self._choice.take(delta, keep=False)
+        self._untold.append(delta)
         if found.text:
             if self._message is None:
                 yield from self._close_call()
                 yield from self._open_message()
-            yield self._add_text(found.text, delta)
+            yield self._add_text(found.text)
         for piece in found.calls:
+            # The tokens are the call's.
+            self._untold.clear()
             yield from self._add_piece(piece)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
             if not self._output and self._message is None and self._call is None:
                 yield from self._open_message()
+            if self._message is not None and self._tells_of_tokens and any(each.token_ids for each in self._untold):
+                yield self._add_text("")
             yield from self._close_message()
             yield from self._close_call()
 
@@ -95,13 +102,21 @@ class ResponseWriter:
         self._message["content"] = [part]
         yield self._in_part("content_part.added", part=dict(part))
 
-    def _add_text(self, text: str, delta: Delta) -> bytes:
+    @property
+    def _tells_of_tokens(self) -> bool:
+        return self._body.wants_logprobs or self._chat.return_token_origins
+
+    def _add_text(self, text: str) -> bytes:
         assert self._message is not None
-        part = self._message["content"][0]
+        part, deltas = self._message["content"][0], self._untold
+        self._untold = []
         part["text"] += text
-        scored = chat_logprobs(delta.logprobs or [], self._service.token_texts) if self._body.wants_logprobs else []
+        scored = []
+        if self._body.wants_logprobs:
+            entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+            scored = chat_logprobs(entries, self._service.token_texts)
         part["logprobs"] = [*part["logprobs"], *scored]
-        return self._in_part("output_text.delta", delta=text, logprobs=scored, **extras(self._chat, [delta]))
+        return self._in_part("output_text.delta", delta=text, logprobs=scored, **extras(self._chat, deltas))
 
     def _close_message(self) -> Iterator[bytes]:
         if self._message is None:

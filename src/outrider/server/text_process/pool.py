@@ -48,6 +48,7 @@ class TextPool:
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
         self._all: set[Process] = set()
         self._at_work: set[asyncio.Task[TextAnswer]] = set()
+        self._closed = False
         self.interrupted = 0
         """How many orders took too long."""
 
@@ -68,6 +69,7 @@ class TextPool:
         return process
 
     async def close(self) -> None:
+        self._closed = True
         for process in list(self._all):
             await self._end(process)
 
@@ -86,7 +88,17 @@ class TextPool:
     async def _serve(self, process: Process | None, order: TextOrder) -> TextAnswer:
         answer: TextAnswer | None = None
         try:
-            process = process or await self._spawn()
+            if process is not None:
+                # One may have been ended by somebody else, such as the kernel where memory ran out: no fault of this
+                # order's. Should it be after all, the same happens to the next.
+                with suppress(asyncio.IncompleteReadError, OSError):
+                    answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
+                    return answer
+                await self._end(process)
+                process = None
+                if self._closed:
+                    return BadText(message="the server is ending")
+            process = await self._spawn()
             answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
             return answer
         except TimeoutError:
