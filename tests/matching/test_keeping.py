@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from tests.matching.listed import tiny_table
@@ -41,6 +43,17 @@ def test_large_grammars_are_forgotten_before_there_are_too_many(monkeypatch: pyt
     monkeypatch.setattr(grammars_module, "KEPT_BYTES_MAX", 2 * size)
     compile_all(grammars, "abcd")
     assert [grammar.text for grammar in grammars._kept] == ["c", "d"]
+
+
+def test_a_grammar_that_was_given_up_does_not_keep_others_from_being_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "KEPT_MAX", 2)
+    grammars = Grammars(tiny_table(), device=CPU, limit_s=300)
+    given_up: Future[object] = Future()
+    given_up.cancel()
+    # Cancelled, but whoever takes it out has not had a turn yet.
+    grammars._kept[regex("x")] = given_up
+    compile_all(grammars, "abc")
+    assert [grammar.text for grammar in grammars._kept] == ["x", "c"]
 
 
 class FailingOnce(CompilerProcess):

@@ -12,13 +12,8 @@ from tests.server.running import wait_until
 from outrider.errors import NotNowError, RequestError
 from outrider.grammar import Grammar
 from outrider.sampling import SamplingParams
-<<<<<<< HEAD
-from outrider.server.engine_process.loop import EngineLoop
-from outrider.server.messages import Abort, Refused, StepReport, Submit, ToEngine, decode_to_front, encode
-=======
 from outrider.server.engine_process.loop import FAILED_STEPS_MAX, EngineLoop
-from outrider.server.messages import Abort, Submit, ToEngine, encode
->>>>>>> attack
+from outrider.server.messages import Abort, Refused, StepReport, Submit, ToEngine, decode_to_front, encode
 
 
 def order(name: str, form: str) -> Submit:

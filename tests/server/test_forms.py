@@ -18,6 +18,9 @@ from pydantic import BaseModel, Field
 from tests.server.conftest import TINY
 from tests.server.running import RunningServer, wait_until
 
+from outrider.server.front.tool_calls import forced_grammar
+from outrider.server.protocol.chat import ChatRequest
+
 CHAT = [{"role": "user", "content": "Which animal?"}]
 
 
@@ -209,3 +212,31 @@ def test_a_grammar_that_takes_long_holds_up_nobody(patient: RunningServer) -> No
     wait_until(lambda: "State:\tZ" in Path(f"/proc/{compiler}/status").read_text())
     assert said(client, guided_regex="abe") == "abe"
     assert patient.children(patient.engine_pid)["matching"] != [compiler]
+
+
+def test_what_only_looks_like_a_reference_stays_as_it_is() -> None:
+    """Inside constants and defaults everything is data; a property may be called like a keyword."""
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "default": {"$ref": "#/$defs/enum"},
+            "kept": {"const": {"$ref": "#/x"}, "default": {"$ref": "#/y"}},
+            "chosen": {"enum": [{"$ref": "#/z"}]},
+        },
+        "$defs": {"enum": {"items": {"$ref": "#/$defs/enum"}}},
+    }
+    body = ChatRequest.model_validate(
+        {
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+            "tool_choice": "required",
+        }
+    )
+    grammar = forced_grammar(body)
+    assert grammar is not None
+    moved = json.loads(grammar.text)["items"]["anyOf"][0]["properties"]["arguments"]
+    place = "#/items/anyOf/0/properties/arguments/$defs/enum"
+    assert moved["properties"]["default"] == {"$ref": place}
+    assert moved["$defs"]["enum"]["items"] == {"$ref": place}
+    assert moved["properties"]["kept"] == parameters["properties"]["kept"]
+    assert moved["properties"]["chosen"] == parameters["properties"]["chosen"]

@@ -101,7 +101,7 @@ class Grammars:
             sizes = {
                 each: future.result().memory_size_bytes
                 for each, future in self._kept.items()
-                if future.done() and future.exception() is None
+                if future.done() and not future.cancelled() and future.exception() is None
             }
             total = sum(sizes.values())
             for each, size in sizes.items():

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from outrider.errors import RequestError
+from outrider.errors import NotNowError, RequestError
 from outrider.models.tokenizer import Tokenizer, tokenizer_from_json
 from outrider.sampling import SamplingParams
 from outrider.server.config import ServerConfig
@@ -140,6 +140,8 @@ class Service:
             raise unavailable("the model is still loading; try again in a moment")
         try:
             tokens = await self._text.tokens(order)
+        except NotNowError as error:
+            raise unavailable(str(error)) from None
         except RequestError as error:
             raise Problem(str(error)) from None
         if tokens.count > most:

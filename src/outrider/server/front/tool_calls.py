@@ -297,15 +297,26 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
 
 
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
+"""Of JSON Schema: what they hold is data, whatever it looks like."""
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""They hold schemas under names of the client's, which may be those of keywords."""
+
+
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """A schema at another place of a larger one: its references lead to where its parts are now."""
 
-    def moved(value: Any) -> Any:
+    def moved(value: Any, *, is_schema: bool = True) -> Any:
         if isinstance(value, list):
             return [moved(each) for each in value]
         if not isinstance(value, dict):
             return value
-        found = {name: moved(each) for name, each in value.items()}
+        found = {
+            name: each
+            if is_schema and name in DATA_KEYWORDS
+            else moved(each, is_schema=not (is_schema and name in NAMED_SCHEMAS))
+            for name, each in value.items()
+        }
         reference = found.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             found["$ref"] = place + reference[1:]

@@ -7,7 +7,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 
-from outrider.errors import RequestError
+from outrider.errors import NotNowError, RequestError
 from outrider.frames import LENGTH_BYTES, length_of
 from outrider.server.messages import Facts
 from outrider.server.text_process.messages import (
@@ -22,6 +22,8 @@ from outrider.server.text_process.messages import (
     framed,
 )
 
+ENDED = (asyncio.IncompleteReadError, ConnectionError)
+"""What is seen of a process that has ended. A time-out is something else: what takes too long is not tried again."""
 MODULE = "outrider.server.text_process"
 MEMORY_BYTES_MAX = 4 << 30
 """Address space of one process; what a template builds beyond it is a MemoryError there."""
@@ -91,21 +93,21 @@ class TextPool:
             if process is not None:
                 # One may have been ended by somebody else, such as the kernel where memory ran out: no fault of this
                 # order's. Should it be after all, the same happens to the next.
-                with suppress(asyncio.IncompleteReadError, OSError):
+                with suppress(*ENDED):
                     answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
                     return answer
                 await self._end(process)
                 process = None
                 if self._closed:
                     return BadText(message="the server is ending")
-            process = await self._spawn()
+            process = await self._replacement()
             answer = await asyncio.wait_for(self._ask(process, order), self._limit_s)
             return answer
         except TimeoutError:
             self.interrupted += 1
             what = "conversation" if isinstance(order, Render) else "prompt"
             return BadText(message=f"the {what} could not be turned into tokens within {self._limit_s:g} s; shorten it")
-        except (asyncio.IncompleteReadError, OSError):
+        except ENDED:
             return BadText(message="the text could not be turned into tokens: it took too much memory; shorten it")
         finally:
             if answer is None and process is not None:
@@ -113,6 +115,12 @@ class TextPool:
                 await self._end(process)
                 process = None
             self._idle.put_nowait(process)
+
+    async def _replacement(self) -> Process:
+        try:
+            return await self._spawn()
+        except (*ENDED, OSError) as problem:
+            raise NotNowError(f"no process for texts can be started ({problem}); try again in a moment") from None
 
     async def _ask(self, process: Process, order: TextOrder) -> TextAnswer:
         assert process.stdin is not None and process.stdout is not None
