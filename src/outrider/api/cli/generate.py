@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from outrider.api.cli.default_speculation import DRAFTS_COME_FROM, NoSpeculation, with_default_speculation
 from outrider.api.cli.engine_options import EngineOptions, ModelOptions
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.sampling_options import SAMPLING, SamplingOptions
@@ -32,9 +33,10 @@ GENERATE_HELP = (
     "Continue one prompt or many.\n\n"
     "Prompts come from the arguments, from [bold]--file[/bold], or from a pipe (which is one prompt). "
     f"An answer has at most {DEFAULT_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
+    f"{DRAFTS_COME_FROM}\n\n"
     "[dim]Examples:[/dim]\n\n"
     '  outrider generate "The capital of France is" --max-tokens 20\n\n'
-    '  outrider generate --chat "Name three rivers." --speculative-config \'{"method": "ngram"}\'\n\n'
+    '  outrider generate --chat "Name three rivers." --no-speculation\n\n'
     "  outrider generate --file prompts.jsonl --json > results.jsonl"
 )
 
@@ -64,12 +66,14 @@ def generate(
         typer.Option("--json", help="One JSON object per result on stdout, nothing else.", rich_help_panel=INPUT),
     ] = False,
     n: Annotated[int, typer.Option("--n", help="Continuations of each prompt.", rich_help_panel=SAMPLING)] = 1,
+    no_speculation: NoSpeculation = False,
     model: ModelOptions,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
     texts = collect_prompts(prompts or [], file)
     sampling.check(n=n)
+    engine = with_default_speculation(engine, model.model, no_speculation=no_speculation)
     settings = model.settings() | engine.settings()
 
     from outrider.api.llm import LLM
