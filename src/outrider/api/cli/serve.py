@@ -13,6 +13,7 @@ from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.serve_options import AccessOptions, LimitOptions, server_config
 from outrider.api.cli.terminal import errors, loading
+from outrider.api.cli.wording import counted
 from outrider.config import EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def serve(
 def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
     drafting = "no speculation" if facts.drafter is None else f"{facts.drafter} drafts up to {facts.drafts_max} tokens"
     names = ", ".join(config.served_model_names or (facts.model_name,))
-    keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key needed"
+    keys = counted(len(config.api_keys), "API key") if config.api_keys else "no API key needed"
     errors.print(
         Text(f"serving {names}", style="bold")
         + Text(
