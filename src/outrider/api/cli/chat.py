@@ -11,14 +11,13 @@ from rich.text import Text
 from outrider.api.cli.default_speculation import DRAFTS_COME_FROM, NoSpeculation, with_default_speculation
 from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
 from outrider.api.cli.grouped import grouped
-from outrider.api.cli.sampling_options import SamplingOptions
+from outrider.api.cli.sampling_options import CHAT_MAX_TOKENS, SamplingOptions
 from outrider.api.cli.terminal import errors, interruptible, loading, out
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
     from outrider.api.cli.chat_session import ChatSession
 
-DEFAULT_MAX_TOKENS = 512
 INTERRUPTED_STATUS = 130
 """As shells have it for a command that Ctrl-C ended."""
 PROBE_LIMIT_S = 0.5
@@ -28,10 +27,10 @@ CONVERSATION = "Conversation"
 CHAT_HELP = (
     "Talk to a model.\n\n"
     f"{DRAFTS_COME_FROM} After each answer: tokens/s, the acceptance length, and the speed-up against plain steps "
-    f"measured on the spot. An answer has at most {DEFAULT_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
+    f"measured on the spot. An answer has at most {CHAT_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider chat --show-drafts\n\n"
-    '  outrider chat --once "Write a haiku about horses." --temperature 0.7 --seed 1\n\n'
+    '  outrider chat --once "Write a haiku about horses." --temperature 0.7\n\n'
     "  echo 'Name three rivers.' | outrider chat --no-speculation"
 )
 COMMANDS = {
@@ -77,7 +76,7 @@ def chat(
 
     with loading() as progress:
         llm = LLM(progress=progress, **settings)
-        params = sampling.params(llm.engine.model.generation, max_tokens=DEFAULT_MAX_TOKENS)
+        params = sampling.params(llm.engine.model.generation, max_tokens=CHAT_MAX_TOKENS)
         session = ChatSession(llm, params, system=system)
     if once is not None:
         _answer(session, once, show_drafts=show_drafts, once=True)

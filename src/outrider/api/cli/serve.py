@@ -26,7 +26,7 @@ SERVE_HELP = (
     "[dim]Examples:[/dim]\n\n"
     "  outrider serve\n\n"
     "  outrider serve ./model --port 9000 --api-key @keys.txt\n\n"
-    '  outrider serve --speculative-config \'{"method": "eagle3", "num_speculative_tokens": 3}\''
+    '  outrider serve --speculative-config \'{"method": "eagle3"}\''
 )
 
 
