@@ -252,12 +252,17 @@ def _examine(
         if report.drafter.figures is None:
             return
         check = replace(check, given=asked.speculation(), usual=False)
+    # Where several follow, only one of them is to take memory at a time.
+    ready = None if check.usual and check.every else served
+    del served
 
     def build(speculation: SpeculativeConfig) -> Engine:
-        is_served = speculation == served.config.speculative_config
         changed = replace(config, speculative_config=speculation)
-        engine = served if is_served else build_engine(changed, model=plain.model)
-        report.drafters.append(look_at_drafter(engine, usual=check.usual and is_served))
+        if ready is not None and ready.config == changed:
+            engine = ready
+        else:
+            engine = build_engine(changed, model=plain.model)
+        report.drafters.append(look_at_drafter(engine, usual=check.usual and speculation == check.given))
         return engine
 
     drafters = [

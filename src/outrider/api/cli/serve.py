@@ -65,7 +65,11 @@ def serve(
 
 
 def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
-    drafting = "no speculation" if facts.drafter is None else f"{facts.drafter} drafts up to {facts.drafts_max} tokens"
+    drafting = (
+        "no speculation"
+        if facts.drafter is None
+        else f"{facts.drafter} drafts up to {counted(facts.drafts_max, 'token')}"
+    )
     names = ", ".join(config.served_model_names or (facts.model_name,))
     keys = counted(len(config.api_keys), "API key") if config.api_keys else "no API key needed"
     errors.print(
