@@ -57,7 +57,7 @@ def use_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(config, **(given | {"model": chat_model()}))
 
     # It is nobody's target.
-    monkeypatch.setattr("outrider.api.cli.chat.packaged_speculations", lambda model: [])
+    monkeypatch.setattr("outrider.api.cli.default_speculation.packaged_speculations", lambda model: [])
     modules = ("outrider.engine.build", "outrider.api.llm", "outrider.bench.decode", "outrider.bench.speedup")
     # All of them first: one that is imported later would take the tiny one for the real one, and keep it.
     for module in modules:

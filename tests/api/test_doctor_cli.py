@@ -33,6 +33,30 @@ def test_a_healthy_engine_gets_its_certificate(tiny: Outrider) -> None:
     assert "\x1b" not in run.out
 
 
+def test_what_serve_takes_is_looked_at_unless_told_otherwise(tiny: Outrider) -> None:
+    run = tiny("doctor")
+    assert run.status == 0, run.out + run.err
+    said = " ".join(run.out.split())
+    assert "ngram guesses up to 4 tokens a step" in said
+    assert "what `outrider serve` takes for this model" in said
+    assert "per token, none for ngram" in said
+    named = " ".join(tiny("doctor", "--speculative-config", NGRAM).out.split())
+    assert "ngram guesses up to 3 tokens a step" in named
+    assert "outrider serve" not in named
+    plain = tiny("doctor", "--no-speculation")
+    assert plain.status == 0
+    assert "per token without a drafter" in " ".join(plain.out.split())
+    assert "nothing to compare" in plain.out
+    assert "ngram" not in plain.out
+
+
+def test_a_drafter_that_cannot_be_loaded_is_not_blamed_on_the_model(tiny: Outrider) -> None:
+    run = tiny("doctor", "--speculative-config", '{"method": "dflash", "model": "nowhere"}')
+    assert run.status == 2
+    assert run.err.startswith("error: drafter 'nowhere' is not known")
+    assert "problem" not in run.out
+
+
 def test_json_has_the_counts_of_the_certificate(tiny: Outrider) -> None:
     run = tiny("doctor", "--lossless", "--prompts", 4, "--max-tokens", 16, "--speculative-config", NGRAM, "--json")
     report = json.loads(run.out)
@@ -126,7 +150,17 @@ def test_a_library_that_cannot_be_imported_is_told_from_one_that_is_missing(monk
     assert "cannot be imported: lib.so: cannot open shared object file" in finding.text
 
 
-@pytest.mark.parametrize("arguments", [("--speculative-config", "{"), ("--dtype", "int3"), ("a", "--model", "b")])
+MISTAKES = [
+    ("--speculative-config", "{"),
+    ("--dtype", "int3"),
+    ("a", "--model", "b"),
+    ("--no-speculation", "--method", "ngram"),
+    ("--no-speculation", "--lossless"),
+    ("--no-speculation", "--speculative-config", NGRAM),
+]
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(outrider: Outrider, arguments: tuple[str, ...]) -> None:
     run = outrider("doctor", *arguments)
     assert run.status == 2

@@ -304,6 +304,9 @@ def test_the_command_measures_says_what_it_is_and_checks_the_text(tiny: Outrider
     for part in ("as it is, cold", "from a warm prefix cache", "layers backwards", "wrong target", "trained for this"):
         assert part in run.out
     assert "7 drafts a step" in run.out
+    assert "dflash guesses up to 7 tokens a step in 1 pass of 8 rows; it keeps KV of its own" in " ".join(
+        run.out.split()
+    )
     assert "lossless: 48 tokens compared" in run.out
     assert "\x1b" not in run.out
 
@@ -324,6 +327,20 @@ def test_a_weak_drafter_is_no_failure(tiny: Outrider) -> None:
     run = tiny("doctor", "--method", "ngram")
     assert run.status == 0, run.out
     assert "acceptance of ngram" in run.out
+    # Whoever asks about a drafter has read the rest already, or asks without --method.
+    assert "environment" not in run.out
+    assert "Python" not in run.out
+    assert "environment" in tiny("doctor").out
+
+
+def test_what_is_wrong_with_the_environment_is_shown_beside_a_drafter(
+    tiny: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.api.doctor.environment.REQUIRED", ("torch", "no-such-library"))
+    run = tiny("doctor", "--method", "ngram")
+    assert run.status == 1
+    assert "pip install no-such-library" in run.out
+    assert "Python" not in run.out
 
 
 def test_a_drafter_that_is_refused_is_a_finding_with_the_reason(

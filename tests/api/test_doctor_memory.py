@@ -60,6 +60,18 @@ def test_a_drafters_groups_are_listed_with_their_own_arena(outrider: Outrider, h
     assert report["requests_of_max_model_len"] == min(arena["requests_of_max_model_len"] for arena in report["arenas"])
 
 
+def test_the_drafter_that_serve_takes_has_its_share(outrider: Outrider) -> None:
+    arguments = ("--kv-cache-memory-bytes", "64M", "--max-model-len", 512, "--device", "cpu")
+    served, plain = (
+        json.loads(outrider("doctor", "--memory", "--json", *arguments, *more).out)
+        for more in ((), ("--no-speculation",))
+    )
+    assert (served["drafter"], plain["drafter"]) == ("dflash", None)
+    assert served["tokens"] < plain["tokens"]
+    assert "dflash is what `outrider serve` takes" in outrider("doctor", "--memory", *arguments).out
+    assert "no drafter: " in outrider("doctor", "--memory", "--no-speculation", *arguments).out
+
+
 def test_the_policy_changes_what_is_cached_and_held(outrider: Outrider, hybrid: Path) -> None:
     dense, tail = (memory(outrider, hybrid, "--kv-retention", policy) for policy in ("dense", "tail"))
     shares = [{group["name"]: group["cached_share"] for group in report["groups"]} for report in (dense, tail)]

@@ -60,9 +60,13 @@ def test_speculation_does_not_change_the_text(tiny: Outrider) -> None:
         1,
         "--json",
     )
-    plain, drafted = tiny(*arguments), tiny(*arguments, "--speculative-config", NGRAM, "--sanitizer", "raise")
-    assert [each["token_ids"] for each in records(plain.out)] == [each["token_ids"] for each in records(drafted.out)]
-    assert sum(each["speculation"]["draft_tokens"] for each in records(drafted.out)) > 0
+    plain = records(tiny(*arguments, "--no-speculation").out)
+    assert {origin for each in plain for origin in each["origins"]} == {"plain"}
+    # Without a word about it, too.
+    for chosen in (("--speculative-config", NGRAM, "--sanitizer", "raise"), ()):
+        drafted = records(tiny(*arguments, *chosen).out)
+        assert [each["token_ids"] for each in plain] == [each["token_ids"] for each in drafted]
+        assert sum(each["speculation"]["draft_tokens"] for each in drafted) > 0
 
 
 def test_many_results_are_told_apart(tiny: Outrider) -> None:
@@ -119,6 +123,7 @@ BAD = {
     "dtype": ("x", "--dtype", "int3"),
     "broken JSON": ("x", "--speculative-config", '{"method": "ngram"'),
     "JSON that is no object": ("x", "--speculative-config", "[1]"),
+    "drafts and none": ("x", "--no-speculation", "--speculative-config", NGRAM),
     "unknown method": ("x", "--speculative-config", '{"method": "nonsense"}'),
     "misspelt field": ("x", "--speculative-config", '{"methd": "ngram"}'),
     "empty prompt": (" ",),
@@ -177,6 +182,11 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 def test_the_default_model_knows_the_capital_of_france(outrider: Outrider) -> None:
-    run = outrider("generate", "The capital of France is", "--max-tokens", 2, "--max-model-len", 128)
-    assert run.status == 0, run.err
-    assert run.out.startswith(" Paris")
+    arguments = ("generate", "The capital of France is", "--max-tokens", 4, "--max-model-len", 128, "--json")
+    drafted, plain = (outrider(*arguments, *more) for more in ((), ("--no-speculation",)))
+    assert drafted.status == plain.status == 0, drafted.err + plain.err
+    (with_drafts,), (without,) = records(drafted.out), records(plain.out)
+    assert with_drafts["text"] == without["text"]
+    assert with_drafts["text"].startswith(" Paris")
+    # By the drafter that is made for it: look-up would find nothing in this text.
+    assert with_drafts["speculation"]["draft_tokens"] > 0 == without["speculation"]["draft_tokens"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
 import click
 import pytest
 import typer
+from tests.api.cli import Outrider
 from typer.testing import CliRunner
 
 from outrider.api.cli.main import app
@@ -19,10 +21,80 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
         yield from commands(inner, (*path, name))
 
 
-@pytest.mark.parametrize("path", list(commands(typer.main.get_command(app))), ids=" ".join)
-def test_help_is_whole(path: tuple[str, ...]) -> None:
+ROOT = typer.main.get_command(app)
+PATHS = list(commands(ROOT))
+
+
+def page(path: tuple[str, ...]) -> str:
     done = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     assert done.exit_code == 0
-    assert max(map(len, done.output.splitlines())) <= 80
-    assert not re.findall(r"--[a-z-]+…", done.output), "an option's name is cut off"
-    assert not re.findall(r"\w- \w", done.output), "a word is divided in the middle of a line"
+    return done.output
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_help_is_whole(path: tuple[str, ...]) -> None:
+    text = page(path)
+    assert max(map(len, text.splitlines())) <= 80
+    assert not re.findall(r"--[a-z-]+…", text), "an option's name is cut off"
+    assert not re.findall(r"\w- \w", text), "a word is divided in the middle of a line"
+    assert not re.findall(r"<[a-z].*?>", text), "a type is given as Python has it"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_lines_end_where_the_page_does(path: tuple[str, ...]) -> None:
+    """Neither do paragraphs have line breaks of their own, nor do examples go on in the first column."""
+    introduction = page(path).partition("╭")[0]
+    prose, _, examples = introduction.partition("Examples:")
+    lines = [line.rstrip() for line in prose.splitlines()]
+    ragged = [
+        line
+        for line, following in itertools.pairwise(lines)
+        if line and following and len(line) + len(" ") + len(following.split()[0]) < 80
+    ]
+    assert not ragged
+    assert not [line for line in examples.splitlines() if line.strip() and not line.startswith("   ")]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_defaults_in_words_are_shown(path: tuple[str, ...]) -> None:
+    command = ROOT
+    for name in path:
+        command = command.commands[name]  # type: ignore[attr-defined]
+    text = " ".join(page(path).replace("│", " ").split())
+    for option in command.params:
+        if isinstance(option.default, str) and not option.hidden:  # type: ignore[attr-defined]
+            assert f"[default: {option.default}]" in text, option.opts
+
+
+def test_the_length_of_an_answer_is_said() -> None:
+    assert "Default: 128 for generate, 512 for chat." in " ".join(page(("generate",)).replace("│", " ").split())
+
+
+OTHERS = {
+    ("serve", "--ctx-size", "100"): "--max-model-len",
+    ("chat", "-c", "100"): "--max-model-len",
+    ("serve", "--context-length=100"): "--max-model-len",
+    ("generate", "x", "--n-predict", "5"): "--max-tokens",
+    ("serve", "--mem-fraction-static", "0.5"): "--gpu-memory-utilization",
+    ("serve", "--tensor-parallel-size", "2"): "one device",
+    ("serve", "--tp", "2"): "one device",
+}
+
+
+@pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
+def test_options_of_other_engines_are_answered_with_ours(outrider: Outrider, arguments: tuple[str, ...]) -> None:
+    run = outrider(*arguments)
+    assert run.status == 2
+    assert run.err.startswith("error: ")
+    assert OTHERS[arguments] in run.err
+    assert len(run.err.splitlines()) == 1
+
+
+def test_the_value_of_an_option_is_not_taken_for_one(outrider: Outrider) -> None:
+    run = outrider("generate", "--stop", "--tp", "x", "--nonsense")
+    assert run.status == 2
+    assert "--nonsense" in run.err
+
+
+def test_where_there_is_no_such_option_none_is_named(outrider: Outrider) -> None:
+    assert "--max-tokens" not in outrider("serve", "--n-predict", "5").err

@@ -95,6 +95,18 @@ def test_a_hub_that_cannot_be_reached_is_said_in_one_line(monkeypatch: pytest.Mo
         resolve_model("owner/model")
 
 
+def test_without_a_network_the_reason_is_the_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def download(*args: Any, **options: Any) -> str:
+        raise hub.errors.LocalEntryNotFoundError("Got: ConnectError: Name or service not known\nand a long story")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    reason = r"the hub cannot be reached \(ConnectError: Name or service not known\); without a network give the path"
+    with pytest.raises(ModelError, match=f"^'owner/model' is no local path, and {reason}"):
+        resolve_model("owner/model")
+
+
 def test_without_the_hubs_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelError, match=r"pip install 'outrider\[hub\]'"):

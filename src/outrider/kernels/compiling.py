@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,13 @@ from types import FunctionType
 from typing import Any, cast
 
 from numba import cfunc, njit
+from numba.core.event import Event, Listener, install_listener
 
+from outrider.kernels import COMPILING, LOADING
 from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is ready, and how much there is."""
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 UNBOUND: Any = None
@@ -83,6 +88,29 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+class _Alarm(Listener):
+    """Calls when a compiler begins, and not again."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call, self.rung = call, False
+
+    def on_start(self, event: Event) -> None:
+        if not self.rung:
+            self.rung = True
+            self._call()
+
+    def on_end(self, event: Event) -> None:
+        pass
+
+
+@contextmanager
+def noticing_compilation(call: Callable[[], None]) -> Iterator[None]:
+    """Call at most once, when something is compiled inside that is not on disk yet."""
+    # A pass of the compiler runs only where nothing was found.
+    with install_listener("numba:run_pass", _Alarm(call)):
+        yield
+
+
 class Kernel:
     """A C function void(job, chunk, scratch), compiled or read from disk when its address is first asked for."""
 
@@ -112,3 +140,25 @@ class Entry:
     def compile(self) -> None:
         with uninterrupted():
             self.call.compile(self._signature)
+
+
+def load_entry(entry: Entry, progress: Progress) -> None:
+    """Have it ready; `progress` hears only of a compilation."""
+    with noticing_compilation(lambda: progress(COMPILING, 0, 1)):
+        entry.compile()
+
+
+def load_all(kernels: Sequence[Kernel], progress: Progress) -> None:
+    """Have them ready; what must be compiled is told from what is only read."""
+    doing = LOADING
+
+    def compiling() -> None:
+        nonlocal doing
+        doing = COMPILING
+        progress(doing, number, len(kernels))
+
+    with noticing_compilation(compiling):
+        for number, kernel in enumerate(kernels):
+            progress(doing, number, len(kernels))
+            assert kernel.address
+    progress(doing, len(kernels), len(kernels))

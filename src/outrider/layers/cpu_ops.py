@@ -20,7 +20,7 @@ from outrider.models.spec import Activation, ExpertsSpec
 
 try:
     from outrider.kernels import activations, attention, gather, linear, norm, rotate
-    from outrider.kernels.compiling import Kernel
+    from outrider.kernels.compiling import Kernel, load_all, load_entry
     from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.kernels.threads import Threads, available_cores, shared_threads
     from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FAST_HERE, FLOAT16, FLOAT32, FOUR_BITS
@@ -38,7 +38,7 @@ else:
     }
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being compiled, how many kernels are done, and how many there are."""
+"""Called with what is being done, how many kernels are ready, and how many there are."""
 
 _HEADER = struct.Struct("4q")
 _WORD = struct.Struct("q")
@@ -75,7 +75,7 @@ class NumbaOps(Ops):
     own_threads = True
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
-        ENTER.compile()
+        load_entry(ENTER, progress or _unheard)
         self._progress = progress
         self._threads: Threads = shared_threads(available_cores() if threads is None else threads)
         self._job, self._norm_job = Job(), Job()
@@ -390,12 +390,11 @@ def warm_up(kinds: Iterable[torch.dtype | Packing], progress: Progress | None = 
     kernels += [linear.LINEAR[item] for item in sorted(items | {_PACKINGS[kind] for kind in packed})]
     kernels += [gather.GATHER[_PACKINGS[kind]] for kind in sorted(packed, key=lambda kind: kind.value)]
     kernels += [table[item] for item in sorted(caches) for table in (rotate.ROTATE, attention.ATTEND)]
-    for number, kernel in enumerate(kernels):
-        if progress is not None:
-            progress(kernel.name, number, len(kernels))
-        assert kernel.address
-    if progress is not None:
-        progress("done", len(kernels), len(kernels))
+    load_all(kernels, progress or _unheard)
+
+
+def _unheard(_what: str, _done: int, _total: int) -> None:
+    """Nobody waits for a report."""
 
 
 def _item_of(weight: Matrix) -> int:

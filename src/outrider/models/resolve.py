@@ -126,7 +126,13 @@ def _from_hub(name: str) -> ResolvedModel:
         )
     # Its errors have no common base: no network, no such model, no permission, no space.
     except Exception as problem:
-        reason = str(problem).strip().split("\n")[0] or type(problem).__name__
+        reason = str(problem).strip().split("\n")[0].removeprefix("Got: ").rstrip(".") or type(problem).__name__
+        # What it raises when there is neither a network nor a copy from an earlier time.
+        if type(problem).__name__ == "LocalEntryNotFoundError":
+            raise ModelError(
+                f"{name!r} is no local path, and the hub cannot be reached ({reason.split('. ')[0]}); without a "
+                "network give the path of a model directory or of a .gguf file"
+            ) from None
         raise ModelError(
             f"{name!r} is no local path, and it cannot be fetched from the hub: {reason}; "
             "give the path of a model directory or of a .gguf file instead"

@@ -37,8 +37,8 @@ ACCEPTANCE_HELP = (
     "also counts the steps at the ends of prompts, which have no drafts to verify yet.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider bench acceptance --prompts chats.jsonl --method ngram\n\n"
-    "  outrider bench acceptance --prompts chats.jsonl --method dflash --drafter ./drafter --limit 4\n\n"
-    "  outrider bench acceptance --prompts chats.jsonl --method eagle3 --drafter ./drafter --no-sampled --json"
+    "  outrider bench acceptance --prompts chats.jsonl --method dflash --limit 4\n\n"
+    "  outrider bench acceptance --prompts chats.jsonl --method eagle --drafter ./d"
 )
 METHOD_HELP = f"{', '.join(METHODS)}."
 DRAFTER_HELP = (

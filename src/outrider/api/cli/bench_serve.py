@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, packaged_speculations
+from outrider.api.cli.default_speculation import with_default_speculation
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.terminal import errors, loading, out
 from outrider.config import EngineConfig, SpeculativeConfig
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 MEASURED = "What is measured"
 LOAD = "Load instead"
 LOAD_KV_BYTES = 256 << 20
-DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 SERVE_BENCH_HELP = (
     "Measure what HTTP costs, or put a server under load.\n\n"
@@ -56,8 +56,7 @@ def bench_serve(
     engine: EngineOptions,
 ) -> None:
     name = chosen_model(positional, model)
-    if engine.speculative_config is None:
-        engine = replace(engine, speculative_config=[*packaged_speculations(name), DEFAULT_SPECULATION][0])
+    engine = with_default_speculation(engine, name)
     settings = model.settings() | engine.settings() | {"model": name}
     settings["speculative_config"] = SpeculativeConfig.of(settings["speculative_config"])
     config = EngineConfig(**settings)

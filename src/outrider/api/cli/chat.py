@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, packaged_speculations
+from outrider.api.cli.default_speculation import DRAFTS_COME_FROM, NoSpeculation, with_default_speculation
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
 from outrider.api.cli.grouped import grouped
-from outrider.api.cli.sampling_options import SamplingOptions
+from outrider.api.cli.sampling_options import CHAT_MAX_TOKENS, SamplingOptions
 from outrider.api.cli.terminal import errors, interruptible, loading, out
-from outrider.errors import ConfigError, RequestError
+from outrider.errors import RequestError
 
 if TYPE_CHECKING:
     from outrider.api.cli.chat_session import ChatSession
 
-DEFAULT_MAX_TOKENS = 512
 INTERRUPTED_STATUS = 130
 """As shells have it for a command that Ctrl-C ended."""
-DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 5}'
-"""Needs no second model, and costs nothing where it finds nothing to propose."""
 PROBE_LIMIT_S = 0.5
 """Nobody should wait for the measurement of plain steps."""
 
 CONVERSATION = "Conversation"
 CHAT_HELP = (
     "Talk to a model.\n\n"
-    "Drafts come from the drafter that is made for the model, or else from the conversation itself (n-gram "
-    "look-up), unless --speculative-config names another; the text is the same with any of them. After each answer: "
-    "tokens/s, the acceptance length, and the speed-up against plain steps measured on the spot. An answer has at "
-    f"most {DEFAULT_MAX_TOKENS} tokens.\n\n"
+    f"{DRAFTS_COME_FROM} After each answer: tokens/s, the acceptance length, and the speed-up against plain steps "
+    f"measured on the spot. An answer has at most {CHAT_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider chat --show-drafts\n\n"
-    '  outrider chat --once "Write a haiku about horses." --temperature 0.7 --seed 1\n\n'
+    '  outrider chat --once "Write a haiku about horses." --temperature 0.7\n\n'
     "  echo 'Name three rivers.' | outrider chat --no-speculation"
 )
 COMMANDS = {
@@ -64,29 +59,24 @@ def chat(
         bool,
         typer.Option("--show-drafts", help="Colour tokens by where they came from.", rich_help_panel=CONVERSATION),
     ] = False,
-    no_speculation: Annotated[
-        bool, typer.Option("--no-speculation", help="Decode plainly.", rich_help_panel=CONVERSATION)
-    ] = False,
+    no_speculation: NoSpeculation = False,
     model: ModelOptions,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
-    if no_speculation and engine.speculative_config is not None:
-        raise ConfigError("--no-speculation contradicts --speculative-config; give one of them")
+    name = chosen_model(positional, model)
+    engine = with_default_speculation(engine, name, no_speculation=no_speculation)
     if once is not None and not once.strip():
         raise RequestError("--once needs a prompt; give at least one word")
     sampling.check()
-    if engine.speculative_config is None and not no_speculation:
-        chosen = [*packaged_speculations(chosen_model(positional, model)), DEFAULT_SPECULATION][0]
-        engine = replace(engine, speculative_config=chosen)
-    settings = model.settings() | engine.settings() | {"model": chosen_model(positional, model)}
+    settings = model.settings() | engine.settings() | {"model": name}
 
     from outrider.api.cli.chat_session import ChatSession
     from outrider.api.llm import LLM
 
     with loading() as progress:
         llm = LLM(progress=progress, **settings)
-        params = sampling.params(llm.engine.model.generation, max_tokens=DEFAULT_MAX_TOKENS)
+        params = sampling.params(llm.engine.model.generation, max_tokens=CHAT_MAX_TOKENS)
         session = ChatSession(llm, params, system=system)
     if once is not None:
         _answer(session, once, show_drafts=show_drafts, once=True)

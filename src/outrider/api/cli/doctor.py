@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from outrider.api.cli.default_speculation import NoSpeculation, with_default_speculation
 from outrider.api.cli.drafter_options import METHODS, speculation_of
 from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, installed_drafters
 from outrider.api.cli.grouped import grouped
@@ -36,6 +37,9 @@ DRAFTER = "Drafter"
 MEMORY = "Memory"
 DOCTOR_HELP = (
     "Look at the environment, the model, the drafter and the kernels.\n\n"
+    "The engine is the one that [bold]outrider serve[/bold] would run with the same options: with the drafter that is "
+    "made for the model, or else with n-gram look-up, unless another is named. [bold]--no-speculation[/bold] looks at "
+    "the engine without any.\n\n"
     "At the end a few prompts run with and without speculation, greedy and seeded, and are compared token for "
     "token. A difference is accepted only if it is a proven tie: the logits are computed once more, and both "
     "tokens must be within 0.001 of the best. [bold]--lossless[/bold] does it at length and prints the "
@@ -43,7 +47,8 @@ DOCTOR_HELP = (
     "[bold]--drafter[/bold] also finds out whether a drafter suits the model: acceptance on built-in chats, computed "
     "and from a warm prefix cache, and with other target layers. It says whether the drafter [bold]fits[/bold], is a "
     "[bold]weak drafter[/bold], reads the [bold]wrong layer ids[/bold] (and which would be right), was made for the "
-    "[bold]wrong target[/bold], or meets [bold]stale KV[/bold].\n\n"
+    "[bold]wrong target[/bold], or meets [bold]stale KV[/bold]. Of the environment and the model it then shows only "
+    "what is not in order.\n\n"
     "[bold]--memory[/bold] shows which layers share pages, which groups share an arena, and how many requests fit.\n\n"
     "Exit status: 0 if all is well or a drafter is merely weak, 1 if anything is wrong, 2 if the command was called "
     "wrongly.\n\n"
@@ -134,44 +139,57 @@ def doctor(
         bool,
         typer.Option(
             "--memory",
-            help="Only show who gets what of the memory for KV, with the drafter that is given.",
+            help="Only show who gets what of the memory for KV, with the drafter that is given or the usual one.",
             rich_help_panel=MEMORY,
         ),
     ] = False,
+    no_speculation: NoSpeculation = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")] = False,
     model: ModelOptions,
     engine: EngineOptions,
 ) -> None:
-    settings = model.settings() | engine.settings() | {"model": chosen_model(positional, model)}
+    name = chosen_model(positional, model)
+    named = engine.speculative_config is not None
+    if drafter is None and method is None:
+        engine = with_default_speculation(engine, name, no_speculation=no_speculation)
+    settings = model.settings() | engine.settings() | {"model": name}
     speculative = settings.pop("speculative_config")
     config = EngineConfig(**settings)
     given = asked = None
     if drafter is None and method is None:
         given = SpeculativeConfig.of(speculative)
+    elif no_speculation:
+        raise ConfigError("--no-speculation contradicts --drafter and --method; give one of them")
     else:
         asked = DrafterQuestion(speculative, method=method, drafter=drafter)
+    usual = given is not None and not named
     if memory:
         if lossless:
             raise ConfigError("--memory and --lossless do different things; give one of them")
         from outrider.api.cli.doctor_memory import show_memory
 
-        show_memory(replace(config, speculative_config=asked.speculation() if asked else given), as_json=as_json)
+        config = replace(config, speculative_config=asked.speculation() if asked else given)
+        show_memory(config, usual=usual, as_json=as_json)
         return
+    if lossless and no_speculation:
+        raise ConfigError("--lossless compares drafters with none; leave --no-speculation out")
 
     from outrider.api.doctor.environment import look_at_environment
 
     report = Report(environment=look_at_environment())
     if not as_json:
-        _print_findings("environment", report.environment)
+        _print_findings("environment", report.environment, only_trouble=asked is not None)
     if report.healthy:
         number = prompts or (LOSSLESS_PROMPTS if lossless else QUICK_PROMPTS)
         tokens = max_tokens or (LOSSLESS_TOKENS if lossless else QUICK_TOKENS)
-        check = LosslessCheck(given=given, every=lossless, prompts=number, max_tokens=tokens)
+        check = LosslessCheck(given=given, usual=usual, every=lossless, prompts=number, max_tokens=tokens)
         _examine(report, config, asked, check, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     elif report.comparisons:
         _print_certificate(report.comparisons)
+    elif no_speculation and report.healthy:
+        out.print("Without speculation there is nothing to compare.")
     if not report.healthy:
         raise typer.Exit(1)
 
@@ -198,6 +216,9 @@ class DrafterQuestion:
 @dataclass(frozen=True, kw_only=True)
 class LosslessCheck:
     given: SpeculativeConfig | None
+    """None: there is nothing to compare."""
+    usual: bool
+    """Nobody named it: it is what `serve` takes."""
     every: bool
     prompts: int
     max_tokens: int
@@ -213,30 +234,40 @@ def _examine(
 
     try:
         with loading() as progress:
-            plain = build_engine(config, progress=progress)
-        report.model += look_at_model(plain, config.model)
+            served = build_engine(replace(config, speculative_config=check.given), progress=progress)
+        report.model += look_at_model(served, config.model)
     except ModelError as problem:
+        if check.given is not None and _can_be_built(config):
+            raise  # the model is well: it is the drafter's
         report.model.append(Finding("model", str(problem), Status.PROBLEM, "choose another with --model"))
     if not as_json:
-        _print_findings("model", report.model)
-    if not report.healthy:
+        _print_findings("model", report.model, only_trouble=asked is not None)
+    if not report.healthy or (asked is None and check.given is None):
         return
+    plain = served if check.given is None else build_engine(config, model=served.model)
     if asked is not None:
         report.drafter = _diagnose(plain, asked)
         if not as_json:
             _print_diagnosis(report.drafter)
         if report.drafter.figures is None:
             return
-        check = replace(check, given=asked.speculation())
+        check = replace(check, given=asked.speculation(), usual=False)
+    # Where several follow, only one of them is to take memory at a time.
+    ready = None if check.usual and check.every else served
+    del served
 
     def build(speculation: SpeculativeConfig) -> Engine:
-        engine = build_engine(replace(config, speculative_config=speculation), model=plain.model)
-        report.drafters.append(look_at_drafter(engine))
+        changed = replace(config, speculative_config=speculation)
+        if ready is not None and ready.config == changed:
+            engine = ready
+        else:
+            engine = build_engine(changed, model=plain.model)
+        report.drafters.append(look_at_drafter(engine, usual=check.usual and speculation == check.given))
         return engine
 
     drafters = [
         (_label(speculation), partial(build, speculation))
-        for speculation in _drafters(config.model, len(plain.model.spec.layers), check.given, every=check.every)
+        for speculation in _drafters(config.model, len(plain.model.spec.layers), check)
     ]
     plan = CheckPlan(prompts=check_prompts(check.prompts), max_tokens=check.max_tokens)
     with errors.status("comparing", spinner="dots") as status:
@@ -258,17 +289,28 @@ def _diagnose(plain: Engine, asked: DrafterQuestion) -> DrafterReport:
         return examine_drafter(plain, speculation, told if errors.is_terminal else lambda what: None)
 
 
-def _drafters(model: str, layers: int, given: SpeculativeConfig | None, *, every: bool) -> Iterator[SpeculativeConfig]:
-    """What is asked for; else look-up and, for the long check, the model's first layers and what is made for it."""
-    if given is not None:
-        yield given
+def _can_be_built(config: EngineConfig) -> bool:
+    from outrider.engine.build import build_engine
+
+    try:
+        build_engine(config)
+    except ModelError:
+        return False
+    return True
+
+
+def _drafters(model: str, layers: int, check: LosslessCheck) -> Iterator[SpeculativeConfig]:
+    """What is asked for; else what `serve` takes or, for the long check, look-up, what is made for the model, and the
+    model's own first layers."""
+    assert check.given is not None
+    if not (check.usual and check.every):
+        yield check.given
         return
     yield SpeculativeConfig(method="ngram")
-    if every:
-        for method in installed_drafters(model):
-            yield SpeculativeConfig(method=method)
-        few = min(SELF_DRAFT_LAYERS, max(1, layers - 1))
-        yield SpeculativeConfig(method="draft_model", model=model, num_hidden_layers=few)
+    for method in installed_drafters(model):
+        yield SpeculativeConfig(method=method)
+    few = min(SELF_DRAFT_LAYERS, max(1, layers - 1))
+    yield SpeculativeConfig(method="draft_model", model=model, num_hidden_layers=few)
 
 
 def _label(speculation: SpeculativeConfig) -> str:
@@ -276,7 +318,12 @@ def _label(speculation: SpeculativeConfig) -> str:
     return speculation.method + (f", {layers}L" if layers is not None else "")
 
 
-def _print_findings(title: str, findings: Sequence[Finding]) -> None:
+def _print_findings(title: str, findings: Sequence[Finding], *, only_trouble: bool = False) -> None:
+    """`only_trouble`: whoever asks about one drafter after another need not read all of the rest each time."""
+    if only_trouble:
+        findings = [finding for finding in findings if finding.status is not Status.OK]
+    if not findings:
+        return
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(style="bold", no_wrap=True)
@@ -356,6 +403,6 @@ def _print_certificate(comparisons: Sequence[Comparison]) -> None:
     failures = sum(len(each.failures) for each in comparisons)
     tokens = sum(each.tokens for each in comparisons)
     if failures:
-        out.print(Text(f"NOT lossless: {failures} difference(s) that are no ties", style="bold red"))
+        out.print(Text(f"NOT lossless: {counted(failures, 'difference')} beyond ties", style="bold red"))
     else:
         out.print(Text(f"lossless: {tokens:,} tokens compared, every one the same up to proven ties", style="green"))

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from outrider.api.doctor.memory import MemoryReport
 
 
-def show_memory(config: EngineConfig, *, as_json: bool) -> None:
+def show_memory(config: EngineConfig, *, usual: bool, as_json: bool) -> None:
+    """`usual`: nobody named the drafter; it is what `serve` takes."""
     from outrider.api.doctor.memory import look_at_memory
     from outrider.engine.build import build_engine
 
@@ -27,13 +28,15 @@ def show_memory(config: EngineConfig, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
-        _print(report)
+        _print(report, usual=usual)
 
 
-def _print(report: MemoryReport) -> None:
-    drafter = f", {report.drafter} with {counted(report.k, 'draft')} a step" if report.drafter else ""
-    title = f"KV of {report.model}{drafter}: {bytes_text(report.total_bytes)}"
+def _print(report: MemoryReport, *, usual: bool) -> None:
+    drafter = f"{report.drafter} with {counted(report.k, 'draft')} a step" if report.drafter else "no drafter"
+    title = f"KV of {report.model}, {drafter}: {bytes_text(report.total_bytes)}"
     out.print(Text(title, style="bold"), soft_wrap=True)
+    if usual:
+        out.print(f"{report.drafter} is what `outrider serve` takes; --no-speculation shows it without", soft_wrap=True)
     for table in (_groups(report), _per_request(report), _arenas(report)):
         out.print()
         out.print(table)

@@ -45,13 +45,10 @@ class ModelOptions:
         str,
         typer.Option(
             help=f"{', '.join(DTYPES)}. auto: float32 on a CPU.",
-            show_default=False,
             rich_help_panel=MODEL,
         ),
     ] = _DEFAULTS.dtype
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default=False, rich_help_panel=MODEL)
-    ] = _DEFAULTS.device
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)] = _DEFAULTS.device
     expand_weights: Annotated[
         bool,
         typer.Option(
@@ -65,9 +62,7 @@ class ModelOptions:
         int | None,
         typer.Option(help="Threads of CPU kernels. Default: one per core.", show_default=False, rich_help_panel=MODEL),
     ] = None
-    ops: Annotated[
-        str, typer.Option(help=f"Which kernels: {', '.join(OPS)}.", show_default=False, rich_help_panel=MODEL)
-    ] = _DEFAULTS.ops
+    ops: Annotated[str, typer.Option(help=f"Which kernels: {', '.join(OPS)}.", rich_help_panel=MODEL)] = _DEFAULTS.ops
 
     def settings(self) -> dict[str, Any]:
         """As EngineConfig takes them."""
@@ -139,7 +134,6 @@ class EngineOptions:
         str,
         typer.Option(
             help=f"Check every read and write of KV: {', '.join(SANITIZER_MODES)}.",
-            show_default=False,
             rich_help_panel=CHECKING,
         ),
     ] = _DEFAULTS.sanitizer
@@ -147,7 +141,6 @@ class EngineOptions:
         str,
         typer.Option(
             help=f"{' or '.join(SANITIZER_LEVELS)}; bytes also verifies checksums of shared pages.",
-            show_default=False,
             rich_help_panel=CHECKING,
         ),
     ] = _DEFAULTS.sanitizer_level

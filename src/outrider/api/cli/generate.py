@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from outrider.api.cli.default_speculation import DRAFTS_COME_FROM, NoSpeculation, with_default_speculation
 from outrider.api.cli.engine_options import EngineOptions, ModelOptions
 from outrider.api.cli.grouped import grouped
-from outrider.api.cli.sampling_options import SAMPLING, SamplingOptions
+from outrider.api.cli.sampling_options import GENERATE_MAX_TOKENS, SAMPLING, SamplingOptions
 from outrider.api.cli.terminal import errors, interruptible, loading, out, progress_bar, summary
 from outrider.errors import ConfigError, RequestError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from outrider.engine.outputs import RequestOutput
     from outrider.sampling import SamplingParams
 
-DEFAULT_MAX_TOKENS = 128
 INTERRUPTED_EXIT_STATUS = 130
 HEADING_CHARACTERS = 60
 
@@ -31,10 +31,11 @@ INPUT = "Prompts and output"
 GENERATE_HELP = (
     "Continue one prompt or many.\n\n"
     "Prompts come from the arguments, from [bold]--file[/bold], or from a pipe (which is one prompt). "
-    f"An answer has at most {DEFAULT_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
+    f"An answer has at most {GENERATE_MAX_TOKENS} tokens unless --max-tokens says otherwise.\n\n"
+    f"{DRAFTS_COME_FROM}\n\n"
     "[dim]Examples:[/dim]\n\n"
     '  outrider generate "The capital of France is" --max-tokens 20\n\n'
-    '  outrider generate --chat "Name three rivers." --speculative-config \'{"method": "ngram"}\'\n\n'
+    '  outrider generate --chat "Name three rivers." --no-speculation\n\n'
     "  outrider generate --file prompts.jsonl --json > results.jsonl"
 )
 
@@ -64,19 +65,21 @@ def generate(
         typer.Option("--json", help="One JSON object per result on stdout, nothing else.", rich_help_panel=INPUT),
     ] = False,
     n: Annotated[int, typer.Option("--n", help="Continuations of each prompt.", rich_help_panel=SAMPLING)] = 1,
+    no_speculation: NoSpeculation = False,
     model: ModelOptions,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
     texts = collect_prompts(prompts or [], file)
     sampling.check(n=n)
+    engine = with_default_speculation(engine, model.model, no_speculation=no_speculation)
     settings = model.settings() | engine.settings()
 
     from outrider.api.llm import LLM
 
     with loading() as progress:
         llm = LLM(progress=progress, **settings)
-    params = sampling.params(llm.engine.model.generation, max_tokens=DEFAULT_MAX_TOKENS, n=n)
+    params = sampling.params(llm.engine.model.generation, max_tokens=GENERATE_MAX_TOKENS, n=n)
     inputs: list[Prompt] = [llm.chat_prompt([{"role": "user", "content": text}]) if chat else text for text in texts]
     if len(inputs) == 1 and n == 1 and not as_json:
         _stream(llm, inputs[0], params)

@@ -9,10 +9,11 @@ from rich.text import Text
 from outrider import __version__
 from outrider.api.cli.bench import bench_app
 from outrider.api.cli.chat import CHAT_HELP, chat
+from outrider.api.cli.commands import dressed
 from outrider.api.cli.doctor import DOCTOR_HELP, doctor
 from outrider.api.cli.generate import GENERATE_HELP, generate
 from outrider.api.cli.serve import SERVE_HELP, serve
-from outrider.api.cli.sim import sim
+from outrider.api.cli.sim import SIM_HELP, sim
 from outrider.api.cli.train import train_app
 from outrider.errors import OutriderError
 
@@ -51,9 +52,10 @@ app.command("chat", help=CHAT_HELP)(chat)
 app.command("generate", help=GENERATE_HELP)(generate)
 app.command("serve", help=SERVE_HELP)(serve)
 app.command("doctor", help=DOCTOR_HELP)(doctor)
-app.command("sim")(sim)
+app.command("sim", help=SIM_HELP)(sim)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+dressed(app)
 
 
 def main() -> None:

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from outrider.models.text import GenerationDefaults
 
 SAMPLING = "Sampling"
+GENERATE_MAX_TOKENS, CHAT_MAX_TOKENS = 128, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of one answer.", show_default=False, rich_help_panel=SAMPLING),
+        typer.Option(
+            help=f"Most tokens of one answer. Default: {GENERATE_MAX_TOKENS} for generate, {CHAT_MAX_TOKENS} for chat.",
+            show_default=False,
+            rich_help_panel=SAMPLING,
+        ),
     ] = None
     temperature: Annotated[
         float | None,

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model, packaged_speculations
+from outrider.api.cli.default_speculation import DRAFTS_COME_FROM, NoSpeculation, with_default_speculation
+from outrider.api.cli.engine_options import EngineOptions, ModelOptions, chosen_model
 from outrider.api.cli.grouped import grouped
 from outrider.api.cli.serve_options import AccessOptions, LimitOptions, server_config
 from outrider.api.cli.terminal import errors, loading
+from outrider.api.cli.wording import counted
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.server.config import ServerConfig
     from outrider.server.messages import Facts
 
-DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
-"""Needs no second model, and costs nothing where it finds nothing to propose."""
-
 SERVE_HELP = (
     "Serve a model over HTTP, as OpenAI's API has it.\n\n"
-    "Drafts come from the drafter that is made for the model, or else from the text itself (n-gram look-up), unless "
-    "--speculative-config names another; the text is the same with any of them. SIGTERM and Ctrl-C let requests "
-    "finish before the server ends; a second one does not.\n\n"
+    f"{DRAFTS_COME_FROM} SIGTERM and Ctrl-C let requests finish before the server ends; a second one does not.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider serve\n\n"
     "  outrider serve ./model --port 9000 --api-key @keys.txt\n\n"
-    '  outrider serve --speculative-config \'{"method": "eagle3", "num_speculative_tokens": 3}\''
+    '  outrider serve --speculative-config \'{"method": "eagle3"}\''
 )
 
 
@@ -42,17 +37,14 @@ def serve(
     positional: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
     ] = None,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly.")] = False,
+    no_speculation: NoSpeculation = False,
     access: AccessOptions,
     limits: LimitOptions,
     model: ModelOptions,
     engine: EngineOptions,
 ) -> None:
-    if no_speculation and engine.speculative_config is not None:
-        raise ConfigError("--no-speculation contradicts --speculative-config; give one of them")
     name = chosen_model(positional, model)
-    if engine.speculative_config is None and not no_speculation:
-        engine = replace(engine, speculative_config=[*packaged_speculations(name), DEFAULT_SPECULATION][0])
+    engine = with_default_speculation(engine, name, no_speculation=no_speculation)
     settings = model.settings() | engine.settings() | {"model": name}
     settings["speculative_config"] = SpeculativeConfig.of(settings["speculative_config"])
     engine_config = EngineConfig(**settings)
@@ -79,9 +71,13 @@ def serve(
 
 
 def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
-    drafting = "no speculation" if facts.drafter is None else f"{facts.drafter} drafts up to {facts.drafts_max} tokens"
+    drafting = (
+        "no speculation"
+        if facts.drafter is None
+        else f"{facts.drafter} drafts up to {counted(facts.drafts_max, 'token')}"
+    )
     names = ", ".join(config.served_model_names or (facts.model_name,))
-    keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key needed"
+    keys = counted(len(config.api_keys), "API key") if config.api_keys else "no API key needed"
     errors.print(
         Text(f"serving {names}", style="bold")
         + Text(

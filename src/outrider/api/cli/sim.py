@@ -27,6 +27,15 @@ from outrider.sim.scenario import draw
 console = Console()
 errors = Console(stderr=True)
 
+# Given as text, since typer would keep the line breaks of a docstring.
+SIM_HELP = (
+    "Run the real scheduler and KV manager in a simulated world, under faults.\n\n"
+    "A fake model computes from slot values, so that a wrong slot is a wrong token. Outputs are compared with an "
+    "oracle token for token, the sanitizer checks every read and write, and pages are counted at the end.\n\n"
+    "Exit status: 0 if all was well, 1 if anything was wrong (with --mutate or --replay: if the failure showed), 2 if "
+    "the command was called wrongly. A failing run leaves a trace file, which --replay repeats."
+)
+
 MUTATION_NAMES = [mutation.name for mutation in MUTATIONS]
 
 
@@ -70,14 +79,6 @@ def sim(
         bool, typer.Option("--demo", help="Show one run step by step, then a campaign, then a bug.")
     ] = False,
 ) -> None:
-    """Run the real scheduler and KV manager in a simulated world, under faults.
-
-    A fake model computes from slot values, so that a wrong slot is a wrong token. Outputs are compared with an
-    oracle token for token, the sanitizer checks every read and write, and pages are counted at the end.
-
-    Exit status: 0 if all was well, 1 if anything was wrong (with --mutate or --replay: if the failure showed),
-    2 if the command was called wrongly. A failing run leaves a trace file, which --replay repeats.
-    """
     chosen = [
         name
         for name, given in (

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from outrider.kernels import COMPILING
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -35,7 +37,19 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def loading() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar while a model is loaded and kernels are compiled. Yields what to pass as `progress`."""
+    """A bar while a model is loaded and kernels are compiled. Yields what to pass as `progress`.
+
+    Where nobody watches there is one line, and only if kernels are compiled: that takes long enough to wonder about.
+    """
+    said = False
+
+    def told(what: str, done: int, total: int) -> None:
+        nonlocal said
+        bar.update(task, description=what, completed=done, total=total)
+        if what == COMPILING and not errors.is_terminal and not said:
+            said = True
+            errors.print(f"{what}; later starts read them from disk", soft_wrap=True)
+
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -46,7 +60,7 @@ def loading() -> Iterator[Callable[[str, int, int], None]]:
         disable=not errors.is_terminal,
     ) as bar:
         task = bar.add_task("loading", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield told
 
 
 class Interruption:

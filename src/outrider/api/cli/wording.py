@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, one: str, many: str | None = None) -> str:
     """The number and its noun: 1 request, 1,000 requests."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

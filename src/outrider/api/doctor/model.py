@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
+from outrider.api.cli.wording import counted
 from outrider.api.doctor.findings import Finding, Status, bytes_text
 from outrider.engine.engine import Engine
 from outrider.engine.memory import tokens_held
@@ -15,14 +16,12 @@ from outrider.models.spec import DecoderSpec
 
 
 def look_at_model(engine: Engine, name: str) -> list[Finding]:
-    model, kv = engine.model, engine.scheduler.kv
+    model = engine.model
     path = resolve_model(name).path
     count, size = parameter_count(model.parameters)
     dtype = str(model.dtype).removeprefix("torch.")
     stored = size < count * model.dtype.itemsize
     kept = ", weights as the file has them" if stored else ""
-    slot_bytes = sum(group.slot_bytes for group in kv.layout.groups[: kv.layout.num_target])
-    tokens = tokens_held(kv.layout, kv.config)
     template = model.chat_template
     return [
         Finding("model", f"{model.name}, from {path}"),
@@ -31,11 +30,22 @@ def look_at_model(engine: Engine, name: str) -> list[Finding]:
         Finding("chat template", "yes")
         if template is not None
         else Finding("chat template", "none", Status.NOTE, "`outrider chat` needs one; use `outrider generate`"),
-        Finding(
-            "KV", f"{bytes_text(slot_bytes)} per token; {tokens:,} tokens fit, {engine.max_model_len:,} in one text"
-        ),
+        look_at_kv(engine),
         look_at_kernels(engine),
     ]
+
+
+def look_at_kv(engine: Engine) -> Finding:
+    kv = engine.scheduler.kv
+    layout, drafter = kv.layout, kv.layout.footprint
+    slot_bytes = sum(group.slot_bytes for group in layout.groups[: layout.num_target])
+    per_token = f"{bytes_text(slot_bytes)} per token"
+    if drafter.groups:
+        per_token += f", and {bytes_text(sum(group.slot_bytes for group in drafter.groups))} for {drafter.name}"
+    else:
+        per_token += f", none for {drafter.name}" if engine.k else " without a drafter"
+    tokens = tokens_held(layout, kv.config)
+    return Finding("KV", f"{per_token}; {tokens:,} tokens fit, {engine.max_model_len:,} in one text")
 
 
 def look_at_kernels(engine: Engine) -> Finding:
@@ -82,25 +92,25 @@ def parameter_count(parameters: DecoderParameters) -> tuple[int, int]:
     return count, sum(tensor.nbytes for tensor in tensors.values())
 
 
-def look_at_drafter(engine: Engine) -> Finding:
-    return Finding("drafter", footprint_text(engine.scheduler.kv.layout.footprint, engine.k))
+def look_at_drafter(engine: Engine, *, usual: bool = False) -> Finding:
+    """`usual`: nobody named it; it is what `serve` takes."""
+    text = footprint_text(engine.scheduler.kv.layout.footprint, engine.k)
+    return Finding("drafter", f"{text}. It is what `outrider serve` takes for this model" if usual else text)
 
 
 def footprint_text(footprint: KVFootprint, k: int) -> str:
-    """The contract in one line."""
-    parts = [f"{footprint.name}, up to {k} drafts a step by {footprint.proposing.value}"]
+    """The contract in one sentence, for people who do not know its words."""
+    start = f"{footprint.name} guesses up to {counted(k, 'token')} a step"
     if not footprint.groups:
-        return f"{parts[0]}; no KV of its own"
+        return f"{start} by looking them up in the text; it keeps no KV of its own"
+    passes, rows = footprint.passes(k), footprint.query_len(k)
+    parts = [f"{start} in {counted(passes, 'pass', 'passes')} of {counted(rows, 'row')}" + (" each" * (passes > 1))]
+    kept = ", ".join(f"{group.name}: {bytes_text(group.slot_bytes)} per token" for group in footprint.groups)
     parts.append(
-        "KV " + ", ".join(f"{group.name} ({bytes_text(group.slot_bytes)} per token)" for group in footprint.groups)
+        f"it keeps KV of its own ({kept}) and needs room for {counted(footprint.scratch_ahead(k), 'token')} more"
     )
-    parts.append(f"{footprint.passes(k)} passes of {footprint.query_len(k)} row(s)")
-    parts.append(f"reserves {footprint.scratch_ahead(k)} slots ahead")
-    parts.append(f"durable to v + {footprint.durable_lead}" if footprint.durable_lead else "durable to v")
-    parts.append(f"reach {footprint.token_reach}")
-    parts.append(f"taps {', '.join(map(str, footprint.taps))}" if footprint.taps else "no taps")
-    if footprint.keeps_accepted:
-        parts.append("keeps what was accepted")
-    if footprint.rebuild:
-        parts.append("can be rebuilt from tokens")
+    if footprint.taps:
+        parts.append(f"it reads the output of the model's layers {', '.join(map(str, footprint.taps))}")
+    else:
+        parts.append("it reads nothing but the tokens")
     return "; ".join(parts)
