@@ -117,10 +117,10 @@ class NumbaOps(Ops):
         assert self._program is None
         count, k = len(numbers), matrix.shape[1]
         numbers, out, job, data = numbers.to(torch.int64).contiguous(), torch.empty(count, k), self._job, matrix.data
-        lowest, highest = numbers.aminmax()
-        if lowest < 0 or highest >= len(data):
+        lowest, highest = (int(each) for each in numbers.aminmax())
+        if lowest < 0 or highest >= data.shape[0]:
             # Compiled code would read whatever lies there.
-            raise IndexError(f"token ids must lie in [0, {len(data)}), found {int(lowest)} to {int(highest)}")
+            raise IndexError(f"token ids must lie in [0, {data.shape[0]}), found {lowest} to {highest}")
         chunks = (count + gather.ROWS_PER_CHUNK - 1) // gather.ROWS_PER_CHUNK
         _HEADER.pack_into(job.words, 0, gather.GATHER[_item_of(matrix)].address, chunks, 0, 0)
         _GATHER.pack_into(

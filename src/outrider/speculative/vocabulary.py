@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 
@@ -16,12 +15,17 @@ class DraftVocabulary:
     target_ids: Tensor | None = None
     """int64 [draft tokens]: what the target calls each of them; None where the two vocabularies are one."""
 
+    _listed: list[int] | None = field(default=None, init=False, repr=False)
+    """The same, for the few of a step: going through tensors takes longer than the look-up."""
+
     def ids(self, places: Sequence[int]) -> list[int]:
         """What the target calls the tokens at these places of the drafter's vocabulary."""
         if self.target_ids is None:
             return list(places)
-        found: list[int] = self.target_ids[torch.tensor(places, device=self.target_ids.device)].tolist()
-        return found
+        if self._listed is None:
+            object.__setattr__(self, "_listed", self.target_ids.tolist())
+        assert self._listed is not None
+        return [self._listed[place] for place in places]
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary; tokens that cannot be drafted get none."""

@@ -162,7 +162,12 @@ class DFlash(Drafter):
         hidden = self._decoder.forward(block.tokens, layers).final
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
-        logits = self._decoder.logits(hidden[torch.tensor(masks, device=hidden.device)])
+        if len(rows) == 1:
+            # Side by side: taken as they lie.
+            taken = hidden[masks[0] : masks[-1] + 1]
+        else:
+            taken = hidden[torch.tensor(masks, device=hidden.device)]
+        logits = self._decoder.logits(taken)
         return draw_block(services, rows, logits, self._vocabulary)
 
 
