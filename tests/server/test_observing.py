@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.server.conftest import TINY
+from tests.server.running import RunningServer
 
 from outrider.errors import ConfigError
 from outrider.server.front.totals import Totals
@@ -12,7 +19,7 @@ from outrider.server.messages import Counters, Delta, Ending, SpeculationFigures
 from outrider.server.observe.figures import Figures
 from outrider.server.observe.metrics import Metrics
 from outrider.server.observe.stat_log import line
-from outrider.server.observe.tracing import OtlpTracer, make_tracer
+from outrider.server.observe.tracing import OtlpTracer, make_tracer, traces_url
 
 ENDING = Ending(
     arrival_s=10.0,
@@ -81,6 +88,81 @@ def test_a_trace_tells_when_a_request_began_and_what_it_came_to() -> None:
     assert span.attributes["gen_ai.latency.time_to_first_token"] == 1.0
     assert span.attributes["outrider.speculation.acceptance_length"] == 2.5
     assert format(span.context.trace_id, "x") in parent
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("https://collector/", "https://collector/v1/traces"),
+        ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
+        ("http://gateway/team/otlp", "http://gateway/team/otlp"),
+    ],
+)
+def test_a_collector_may_be_named_without_a_path(given: str, used: str) -> None:
+    assert traces_url(given) == used
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "", "http://"])
+def test_what_is_no_collector_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="no URL; write http"):
+        make_tracer(endpoint)
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes spans as an OpenTelemetry collector does."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), TakeSpans)
+        self.spans: list[Any] = []
+
+
+class TakeSpans(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        assert self.path == "/v1/traces"
+        assert isinstance(self.server, Collector)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_collector_gets_a_span_for_each_request(tiny_model_path: Path) -> None:
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with Collector() as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{collector.server_port}"
+        server = RunningServer(tiny_model_path, *TINY, "--otlp-traces-endpoint", endpoint)
+        try:
+            asked = (
+                server.wait()
+                .http()
+                .post(
+                    "/v1/completions",
+                    json={"prompt": "Hi there", "max_tokens": 4, "ignore_eos": True},
+                    headers={"traceparent": f"00-{trace}-{parent}-01"},
+                )
+            )
+            assert asked.status_code == 200, asked.text
+        finally:
+            # What has not been sent yet is sent before it ends.
+            assert server.stop() == 0, server.log
+        collector.shutdown()
+    (span,) = collector.spans
+    told = {each.key: each.value for each in span.attributes}
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace, parent)
+    assert told["gen_ai.usage.completion_tokens"].int_value == 4
+    assert told["gen_ai.request.id"].string_value == asked.json()["id"]
+    assert 0 < told["gen_ai.latency.time_in_queue"].double_value < told["gen_ai.latency.e2e"].double_value
 
 
 def test_traces_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from outrider.errors import ConfigError
 from outrider.server.front.totals import Totals
 
+DEFAULT_PATH = "/v1/traces"
 INSTALL = "pip install 'outrider[otel]'"
 
 
@@ -30,6 +32,16 @@ def make_tracer(endpoint: str | None) -> Tracer:
     return NoTracer() if endpoint is None else OtlpTracer(endpoint)
 
 
+def traces_url(endpoint: str) -> str:
+    """Collectors take traces at a path of their own; who names only the host means that one."""
+    where = urlsplit(endpoint)
+    if where.scheme not in ("http", "https") or not where.netloc:
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint!r} is no URL; write http://HOST:4318, the address of a collector"
+        )
+    return endpoint if where.path.strip("/") else where._replace(path=DEFAULT_PATH).geturl()
+
+
 class OtlpTracer:
     def __init__(self, endpoint: str) -> None:
         try:
@@ -42,7 +54,7 @@ class OtlpTracer:
             raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry: {INSTALL}") from None
         self._extract = extract
         self._provider = TracerProvider(resource=Resource.create({"service.name": "outrider"}))
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
         self._tracer = self._provider.get_tracer("outrider.server")
 
     def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None:

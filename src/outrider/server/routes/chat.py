@@ -39,7 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     name = f"chatcmpl-{secrets.token_hex(12)}"
     order = await chat_order(body, request, name=name)
     writer = ChatWriter(service, body, order, name=name, model=model)
-    return await respond(request, [order], writer, model=model, stream=bool(body.stream))
+    return await respond(request, [order], writer, name=name, model=model, stream=bool(body.stream))
 
 
 async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submit:

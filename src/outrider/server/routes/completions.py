@@ -64,7 +64,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             )
         )
     writer = CompletionWriter(service, body, orders, [text for text, _ids in prompts], name=name, model=model)
-    return await respond(request, orders, writer, model=model, stream=bool(body.stream))
+    return await respond(request, orders, writer, name=name, model=model, stream=bool(body.stream))
 
 
 def _check(body: CompletionRequest) -> None:

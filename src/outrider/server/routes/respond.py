@@ -55,11 +55,14 @@ def tenant_salt(request: Request, cache_salt: str | None) -> str:
     return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
-async def respond(request: Request, orders: Sequence[Submit], writer: Writer, *, model: str, stream: bool) -> Response:
+async def respond(
+    request: Request, orders: Sequence[Submit], writer: Writer, *, name: str, model: str, stream: bool
+) -> Response:
+    """`name`: what the client knows the answer by."""
     service, totals = service_of(request), Totals(orders)
 
     def ended() -> None:
-        service.tracer.record(request.headers, orders[0].request_id, model, totals)
+        service.tracer.record(request.headers, name, model, totals)
 
     stack = AsyncExitStack()
     stack.callback(ended)

@@ -39,7 +39,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     chat = as_chat(body)
     order = await chat_order(chat, request, name=name)
     writer = ResponseWriter(service, body, chat, name=name, model=model)
-    return await respond(request, [order], writer, model=model, stream=bool(body.stream))
+    return await respond(request, [order], writer, name=name, model=model, stream=bool(body.stream))
 
 
 class ResponseWriter:
