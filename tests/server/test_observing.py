@@ -28,6 +28,7 @@ ENDING = Ending(
     finished_s=13.0,
     prompt_tokens=7,
     generated_tokens=5,
+    longest_tokens=3,
     cached_tokens=2,
     steps=3,
     speculation=SpeculationFigures(drafts=2, draft_tokens=8, accepted_tokens=3, accepted_at=[2, 1, 0, 0]),
@@ -55,6 +56,8 @@ def test_endings_and_gaps_become_histograms() -> None:
     text = metrics.text().decode()
     for expected in (
         'x:time_to_first_token_seconds_sum{engine="0",model_name="m"} 1.0',
+        'x:request_max_num_generation_tokens_sum{engine="0",model_name="m"} 3.0',
+        'x:request_time_per_output_token_seconds_sum{engine="0",model_name="m"} 1.0',
         'x:request_queue_time_seconds_sum{engine="0",model_name="m"} 0.5',
         'x:e2e_request_latency_seconds_sum{engine="0",model_name="m"} 3.0',
         'x:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0',

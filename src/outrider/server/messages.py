@@ -156,6 +156,8 @@ class Ending(Record, frozen=True, kw_only=True):
     finished_s: float
     prompt_tokens: int
     generated_tokens: int
+    longest_tokens: int = 0
+    """Of the longest continuation."""
     cached_tokens: int
     steps: int
     speculation: SpeculationFigures

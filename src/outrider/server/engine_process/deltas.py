@@ -118,6 +118,7 @@ def _with_ending(delta: Delta, output: RequestOutput, arrival_s: float) -> Delta
         finished_s=metrics.finished_s,
         prompt_tokens=len(output.prompt_token_ids),
         generated_tokens=sum(len(continuation.token_ids) for continuation in output.outputs),
+        longest_tokens=max(len(continuation.token_ids) for continuation in output.outputs),
         cached_tokens=metrics.cached_tokens,
         steps=metrics.steps,
         speculation=SpeculationFigures(

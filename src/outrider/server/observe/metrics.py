@@ -66,6 +66,10 @@ class Metrics:
         self._decode = histogram("request_decode_time_seconds", "From the first to the last token.", REQUESTS_S)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
+        self._longest = histogram("request_max_num_generation_tokens", "Tokens of the longest continuation.", TOKENS)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time for each token after the first.", GAPS_S
+        )
         self._ended = Counter(
             f"{prefix}request_success",
             "Requests that ended, by why.",
@@ -102,11 +106,15 @@ class Metrics:
         self._whole.labels(*labels).observe(ending.finished_s - ending.arrival_s)
         self._prompt.labels(*labels).observe(ending.prompt_tokens)
         self._generated.labels(*labels).observe(ending.generated_tokens)
+        self._longest.labels(*labels).observe(ending.longest_tokens)
         if ending.scheduled_s is not None:
             self._queued.labels(*labels).observe(max(0.0, ending.scheduled_s - ending.arrival_s))
         if ending.first_token_s is not None:
             self._first_token.labels(*labels).observe(ending.first_token_s - ending.arrival_s)
-            self._decode.labels(*labels).observe(ending.finished_s - ending.first_token_s)
+            decode_s = ending.finished_s - ending.first_token_s
+            self._decode.labels(*labels).observe(decode_s)
+            if ending.longest_tokens > 1:
+                self._per_token.labels(*labels).observe(decode_s / (ending.longest_tokens - 1))
             if ending.scheduled_s is not None:
                 self._prefill.labels(*labels).observe(max(0.0, ending.first_token_s - ending.scheduled_s))
 
