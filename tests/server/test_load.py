@@ -16,6 +16,7 @@ from outrider.bench.load import (
     Footprint,
     LoadConfig,
     Seen,
+    ended_by_itself,
     free_megabytes,
     growth_of,
     left_behind,
@@ -38,6 +39,13 @@ def test_nothing_is_left_behind_by_clients_that_come_err_and_leave(tiny_model_pa
 
 
 # ---- every check has its fault ---------------------------------------------------------------------
+
+
+def test_an_engine_that_ends_without_being_killed_is_a_problem() -> None:
+    assert ended_by_itself(2, 2) == []
+    (problem,) = ended_by_itself(3, 2)
+    assert "ended 3 times, but was killed 2 times" in problem
+
 
 CLEAN = {"arenas": [{"runs": "1k9f", "pages": 10}]}
 SMALL = {1: Footprint(3.0, 0), 2: Footprint(-1.0, 1)}

@@ -181,6 +181,10 @@ def left_behind(pages: dict[str, Any], violations: float, log: str, growth: dict
     return problems
 
 
+def ended_by_itself(ended: float, killed: int) -> list[str]:
+    return [f"an engine ended {ended:.0f} times, but was killed {killed} times"] if ended != killed else []
+
+
 def _account(
     server: ServerProcess,
     config: LoadConfig,
@@ -197,8 +201,7 @@ def _account(
     pages = json.loads(client.get("/kv")[1])
     growth = growth_of(before, _footprints(server))
     problems += left_behind(pages, _metric(client, "sanitizer_violations_total"), server.log, growth)
-    if seen.streams_cut and not recoveries_s:
-        problems.append(f"{seen.streams_cut} streams were cut off although no engine was killed")
+    problems += ended_by_itself(_metric(client, "engine_restarts_total"), len(recoveries_s))
     client.close()
     admin.close()
     return {
