@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.server.facts import FACTS
 
 from outrider.errors import NotNowError, RequestError
 from outrider.server.text_process.messages import Encode, TextAnswer, Tokens
 from outrider.server.text_process.pool import TextPool
-
-FACTS: Any = SimpleNamespace(
-    tokenizer="",
-    tokenizer_source="",
-    bos_id=None,
-    eos_ids=(),
-    templates={},
-    template_source="",
-    template_variables={},
-)
 
 
 class Scripted(TextPool):

@@ -12,6 +12,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from tests.server.facts import FACTS
 from tests.server.running import RunningServer
 from tests.server.tiny_model import real_text
 
@@ -20,7 +21,7 @@ from outrider.server.front.conversation import check_tool_choice
 from outrider.server.front.problems import Problem
 from outrider.server.front.tool_calls import forced_grammar
 from outrider.server.front.totals import Totals
-from outrider.server.messages import Delta, Facts, Submit
+from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.chat import ChatRequest
 from outrider.server.protocol.responses import ResponsesRequest
 from outrider.server.routes.chat import ChatWriter
@@ -37,28 +38,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
     },
 }
-FACTS = Facts(
-    model_name="m",
-    fingerprint="f",
-    max_model_len=64,
-    max_num_seqs=4,
-    vocab_size=100,
-    device="cpu",
-    dtype="float32",
-    tokenizer="",
-    tokenizer_source="test",
-    bos_id=None,
-    eos_ids=(),
-    templates={},
-    template_source="test",
-    template_variables={},
-    sampling_defaults={},
-    drafter=None,
-    drafts_max=0,
-    kv_tokens=64,
-    supports_grammars=True,
-    sanitizer="off",
-)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
 ASKED = [{"role": "user", "content": "How is the weather in Oslo?"}]
 

@@ -19,11 +19,8 @@ from typing import Any, cast
 from numba import cfunc, njit
 from numba.core.event import Event, Listener, install_listener
 
-from outrider.kernels import COMPILING, LOADING
+from outrider.kernels import COMPILING, LOADING, Progress
 from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is ready, and how much there is."""
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 UNBOUND: Any = None

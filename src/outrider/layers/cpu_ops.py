@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import ConfigError
+from outrider.kernels import Progress
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
 from outrider.layers.ops import Ops, Recorded, route
 from outrider.models.packed import PackedMatrix, Packing
@@ -36,9 +37,6 @@ else:
         Activation.GELU_TANH: activations.GELU_TANH,
         Activation.CLAMPED_SWIGLU: activations.CLAMPED_SWIGLU,
     }
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many kernels are ready, and how many there are."""
 
 _HEADER = struct.Struct("4q")
 _WORD = struct.Struct("q")

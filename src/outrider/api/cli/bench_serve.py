@@ -156,8 +156,8 @@ def _print_overhead(report: dict[str, Any]) -> None:
         f"{report['ttft_overhead_ms']:+.1f} ms"
     )
     out.print(
-        f"               of it {report['ttft_outside_ms']:.1f} ms on the way, {report['ttft_queued_ms']:.1f} ms in the "
-        "server before the first step"
+        f"               of it {report['ttft_outside_ms']:.1f} ms on the way, {report['ttft_queued_ms']:.1f} ms "
+        "before its first step"
     )
     differ = report["texts_that_differ"]
     out.print(

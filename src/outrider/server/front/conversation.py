@@ -33,9 +33,8 @@ def render_order(
     reserved = RESERVED_VARIABLES.intersection(variables) | {name for name in variables if not name.isidentifier()}
     if reserved:
         raise Problem(f"chat_template_kwargs may not set {sorted(reserved)[0]!r}", param="chat_template_kwargs")
-    effort = getattr(body, "reasoning_effort", None)
-    if effort is not None:
-        variables.setdefault("reasoning_effort", effort)
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
     if body.continue_final_message:
         if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
             raise Problem("continue_final_message and add_generation_prompt exclude each other; give one")
