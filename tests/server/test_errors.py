@@ -150,6 +150,7 @@ def test_a_prompt_that_is_too_long_says_by_how_much(tiny: RunningServer) -> None
     assert f"{CONTEXT} tokens" in error["message"]
     assert "10 too many; shorten the prompt or lower max_tokens" in error["message"]
     assert error["param"] == "prompt"
+    assert refused(tiny, "/v1/completions", COMPLETION | {"prompt": "a b " * CONTEXT})["param"] == "prompt"
     error = refused(tiny, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a b " * CONTEXT}]})
     assert error["code"] == "context_length_exceeded"
     assert error["message"].endswith("shorten the prompt")
