@@ -155,6 +155,24 @@ def test_a_share_of_the_conversations_begins_with_an_invented_question(tmp_path:
         replace(settings, invented=1.5)
 
 
+@pytest.mark.usefixtures("brief")
+def test_a_share_of_the_conversations_begins_with_first_words_that_the_target_finishes(tmp_path: Path) -> None:
+    text = chat_text()
+    said = [" ".join(f"{letter}{number}" for number in range(10)) for letter in "bcd"] + ["short"]
+    prompts = [PromptLine(turns=(one,), category="y") for one in said]
+    settings = CorpusSettings(output=tmp_path, length=64, count=800, invented=0.25, begun=0.5)
+    openings = make_openings(settings, text, prompts)
+    begun = [text.tokenizer.decode(list(one.ids)) for one in openings if one.invents and len(one.ids) > 1]
+    assert 320 < len(begun) < 480
+    assert 140 < sum(one.invents and len(one.ids) == 1 for one in openings) < 260
+    # Whole words, never more than half of a prompt, and of every length up to that.
+    beginnings = {" ".join(one.split(" ")[:words]) for one in said[:3] for words in range(1, 6)} | {"short"}
+    assert {one.removeprefix("u") for one in begun} == beginnings
+    write_conversations(replace(settings, begun=1.0, invented=0.0, count=3), tiny_target(), text, prompts, quiet)
+    for tokens in read_corpus(tmp_path, vocab_size=256).tokens:
+        assert re.match(r"u(short|([bcd])0( \2[1-4])*)x*\|ax+\|ux+\|a", text.tokenizer.decode(tokens.tolist()))
+
+
 def test_greedy_answers_have_a_category_each_and_end_in_time(tmp_path: Path) -> None:
     prompts = [PromptLine(turns=("hello", "and then?"), category="talk"), PromptLine(turns=("7+5",), category="sums")]
     settings = CorpusSettings(output=tmp_path, length=64)
@@ -220,6 +238,8 @@ def test_broken_prompts_are_refused(name: str, content: bytes, text: str, tmp_pa
         {"temperatures": ((float("nan"), 1.0),)},
         {"temperatures": ((0.5, float("inf")),)},
         {"invented": 1.5},
+        {"begun": -0.1},
+        {"invented": 0.6, "begun": 0.6},
     ],
 )
 def test_settings_of_a_corpus_that_mean_nothing_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:

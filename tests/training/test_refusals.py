@@ -100,13 +100,6 @@ def test_a_corpus_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "drafter").exists()
 
 
-def test_an_evaluation_of_another_length_is_refused(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 4)
-    streams = greedy_streams(4)
-    write_shard(tmp_path / "other", Streams(tokens=streams.tokens[:, :40], roles=streams.roles[:, :40]))
-    assert "make it again with --length 48" in refusal(tmp_path, evaluation=tmp_path / "other")
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [

@@ -97,6 +97,28 @@ def test_progress_says_speed_loss_acceptance_and_time_left(tmp_path: Path) -> No
     assert any("held-out acceptance length all" in line for line in lines)
 
 
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_answers_to_measure_with_may_have_a_length_of_their_own(method: str, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    answers = greedy_streams(4, seed=1)
+    roles = answers.roles.copy()
+    roles[:, LENGTH - 8 :] = False
+    for name, change in (("as long", 0), ("longer", 16), ("shorter", -8)):
+        tokens = np.pad(answers.tokens, ((0, 0), (0, max(0, change))))[:, : LENGTH + change]
+        said = np.pad(roles, ((0, 0), (0, max(0, change))))[:, : LENGTH + change]
+        write_shard(tmp_path / name, Streams(tokens=tokens, roles=said))
+
+    def measured(name: str) -> Any:
+        settings = settings_for(tmp_path, method, evaluation=tmp_path / name, steps=2)
+        return train_for(settings, tiny_target(), report=quiet, fresh=True)
+
+    figures = measured("as long")
+    assert figures is not None
+    assert figures["categories"]["all"]["tokens"] > 0
+    assert measured("longer") == figures
+    assert measured("shorter") == figures
+
+
 def test_a_label_outside_the_draft_vocabulary_counts_as_missed(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", 4)
     settings = overfit_settings(tmp_path, "eagle3", draft_vocab_size=2, steps=2)

@@ -63,7 +63,7 @@ class DraftPlan:
 
 
 def make_plan(settings: TrainSettings, target: Target, length: int, choices: TokenChoices) -> DraftPlan:
-    """`length` is that of the streams."""
+    """`length` is that of the longest streams."""
     taps = choose_taps(settings, len(target.spec.layers))
     network = _network(settings, target, length, len(taps), choices)
     network.start_norm_from(target.parameters.final_norm)

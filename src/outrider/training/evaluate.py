@@ -25,14 +25,9 @@ ARGMAX_ROWS = 8192
 GREEDY_SHARE = 0.97
 
 
-def read_evaluation(path: Path, *, vocab_size: int, length: int) -> tuple[Streams, list[str]]:
+def read_evaluation(path: Path, *, vocab_size: int) -> tuple[Streams, list[str]]:
     """Streams of greedy answers and the category of each."""
     streams = read_corpus(path, vocab_size=vocab_size)
-    if streams.tokens.shape[1] != length:
-        raise ConfigError(
-            f"{path} has streams of {streams.tokens.shape[1]} tokens, the training data of {length}: "
-            f"make it again with --length {length}"
-        )
     names = path / CATEGORIES_FILE
     try:
         categories = json.loads(names.read_text(encoding="utf-8")) if names.is_file() else ["all"] * len(streams)
@@ -66,7 +61,7 @@ class Evaluation:
         found = torch.zeros(*self.pool.tokens.shape, self.k, dtype=torch.bool, device=self.pool.tokens.device)
         for start in range(0, len(self.pool), self.batch_streams):
             real = torch.arange(start, min(start + self.batch_streams, len(self.pool)), device=found.device)
-            # Every pass has the shape that training has, so that nothing is compiled for it.
+            # Every pass has the shape of a training step, so that for streams of that length nothing is compiled.
             index = torch.cat([real, real[:1].expand(self.batch_streams - len(real))])
             part = self.pool.take(index)
             order = self.eligible[index].to(torch.int32).argsort(dim=1, descending=True, stable=True)

@@ -23,6 +23,8 @@ Report = Callable[[str], None]
 # A stream must have room for an answer worth learning from.
 PROMPT_SHARE = 0.75
 PULSE_S = 15.0
+FIRST_WORDS = 8
+"""Of a prompt, at most, where the target finishes the question."""
 PROBE = ("first question", "an answer", "second question")
 
 
@@ -39,6 +41,9 @@ class CorpusSettings:
     question_temperature: float = 0.8
     invented: float = 0.0
     """Share of the conversations that begin with a question of the target's own instead of a prompt."""
+    begun: float = 0.0
+    """Share of those that begin with a prompt's first words, which the target finishes in its own way: questions of
+    the prompts' kind, as many as one likes."""
     seed: int = 0
     minutes: float | None = None
     """Start no further batch after that."""
@@ -59,8 +64,11 @@ class CorpusSettings:
             raise ConfigError(f"question_temperature must be at least 0, got {self.question_temperature}")
         if not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed must be at least 0 and less than {SEEDS:,}, got {self.seed:,}")
-        if not 0.0 <= self.invented <= 1.0:
-            raise ConfigError(f"invented is a share between 0 and 1, got {self.invented}")
+        for name in ("invented", "begun"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is a share between 0 and 1, got {getattr(self, name)}")
+        if self.invented + self.begun > 1.0:
+            raise ConfigError(f"invented and begun are shares of one whole, got {self.invented} and {self.begun}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,15 +140,29 @@ def make_openings(settings: CorpusSettings, text: ChatText, prompts: list[Prompt
     order = np.concatenate([random.permutation(len(encoded)) for _ in range(-(-wanted // len(encoded)))])[:wanted]
     heats, shares = zip(*settings.temperatures, strict=True)
     chosen = random.choice(heats, size=wanted, p=np.array(shares) / sum(shares))
-    invents = random.random(wanted) < settings.invented
+    kind = random.random(wanted)
+    invents, begins = kind < settings.invented, kind >= 1.0 - settings.begun
     own = Opening(ids=_ids(text, texts.before), invents=True)
     if settings.invented and not own.ids:
         raise ConfigError("the chat template writes nothing in front of a question, so none can be invented")
-    # Prompts that an invented question stands in for are not lost: the next conversation has them.
-    turn = np.cumsum(~invents) - 1
-    return [
-        replace(own if invents[i] else encoded[order[turn[i]]], temperature=float(chosen[i])) for i in range(wanted)
-    ]
+    # Prompts that another question stands in for are not lost: the next conversation has them.
+    turn = np.cumsum(~invents & ~begins) - 1
+
+    def opening(number: int) -> Opening:
+        if invents[number]:
+            return own
+        if begins[number]:
+            line = prompts[int(random.integers(len(prompts)))]
+            return Opening(ids=_ids(text, texts.before + _first_words(line.turns[0], random)), invents=True)
+        return encoded[int(order[turn[number]])]
+
+    return [replace(opening(number), temperature=float(chosen[number])) for number in range(wanted)]
+
+
+def _first_words(prompt: str, random: np.random.Generator) -> str:
+    """At most half of it: the rest is for the target to find."""
+    words = prompt.split(" ", maxsplit=2 * FIRST_WORDS)
+    return " ".join(words[: int(random.integers(1, max(2, min(FIRST_WORDS, len(words) // 2) + 1)))])
 
 
 def write_conversations(

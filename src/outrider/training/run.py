@@ -94,11 +94,13 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     refuse_missing(settings)
     vocab_size = target.spec.vocab_size
     lanes = open_lanes(settings, vocab_size=vocab_size)
-    source, length = lanes[0].source, lanes[0].length
+    source = lanes[0].source
     notes = tuple(read_note(path) for path in (*settings.data, *settings.long_data))
     given = None
+    contexts = [lane.context_tokens for lane in lanes]
     if settings.evaluation is not None:
-        given = read_evaluation(settings.evaluation, vocab_size=vocab_size, length=length)
+        given = read_evaluation(settings.evaluation, vocab_size=vocab_size)
+        contexts.append(given[0].tokens.shape[1])
     state = None if fresh else load_state(settings.output)
     initial = open_initial(settings, target) if state is None and settings.init is not None else None
     if initial is not None:
@@ -108,7 +110,7 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
     else:
         choices = TokenChoices.from_state(state["choices"])
         refuse_other_run(state["identity"], identity(settings, target, choices), settings.output)
-    plan = make_plan(settings, target, max(lane.context_tokens for lane in lanes), choices)
+    plan = make_plan(settings, target, max(contexts), choices)
     trainer = Trainer(settings, target, plan, lanes)
     parameters = sum(parameter.numel() for parameter in plan.network.parameters())
     report(

@@ -85,6 +85,7 @@ class Trainer:
         self.scale: Tensor | None = None
         self.step = 0
         self.elapsed_s = 0.0
+        self._lengths = {lane.context_tokens for lane in lanes}
         self._masks: dict[BlockLayout, BlockMasks] = {}
         self._wanted: set[str] = set()
         self._measured: float | None = None
@@ -98,7 +99,7 @@ class Trainer:
         counts = np.bincount(streams.tokens[streams.roles], minlength=self.target.spec.vocab_size)
         return HeadPart(self.head_loss.head, counts if kept is None else counts[list(kept)], size)
 
-    def _mask(self, batch: Batch) -> Tensor | BlockMask | None:
+    def _mask(self, batch: Batch, *, tiled: bool) -> Tensor | BlockMask | None:
         settings = self.settings
         streams, length = batch.tokens.shape
         layout = block_layout(
@@ -107,7 +108,9 @@ class Trainer:
         if layout is None:
             return None
         if layout not in self._masks:
-            flex = settings.attention == "flex" or (settings.attention == "auto" and self.device.type == "cuda")
+            flex = tiled and (
+                settings.attention == "flex" or (settings.attention == "auto" and self.device.type == "cuda")
+            )
             self._masks[layout] = BlockMasks(layout, streams, self.device, flex=flex)
         return self._masks[layout].make(batch.anchors)
 
@@ -168,11 +171,14 @@ class Trainer:
 
     def rows(self, batch: Batch) -> Tensor:
         """[streams, anchors, k, hidden]"""
-        mask = self._mask(batch)
+        # Streams of a length of their own are there to measure with, now and then: not worth compiling for.
+        trained = batch.tokens.shape[1] in self._lengths
+        mask = self._mask(batch, tiled=trained)
         embedded = self.target.embed(batch.tokens).to(self.compute)
         mixed = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
         with mixed:
-            return self.forward(batch.taps, embedded, batch.anchors, mask, batch.k)
+            forward = self.forward if trained else self.network
+            return forward(batch.taps, embedded, batch.anchors, mask, batch.k)
 
     def train_step(self) -> dict[str, Tensor]:
         settings = self.settings

@@ -83,6 +83,10 @@ def corpus(
     invented: Annotated[
         float, typer.Option(help="Share of the conversations that begin with a question of the target's own.")
     ] = 0.0,
+    begun: Annotated[
+        float,
+        typer.Option(help="Share that begins with a prompt's first words; the target finishes the question."),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the prompts' order and of sampling.")] = 0,
     source: Annotated[
         str | None, typer.Option(help="Where the prompts come from, for the model card of what is trained on them.")
@@ -101,6 +105,7 @@ def corpus(
         temperatures=temperature_shares(temperatures),
         question_temperature=question_temperature,
         invented=invented,
+        begun=begun,
         seed=seed,
         source=source,
         licence=licence,
