@@ -44,10 +44,10 @@ def export_drafter(
     _write_json(directory / CONFIG, config)
     if plan.network.block_size is not None:
         # A drafter that has a head of its own has chosen its tokens already.
-        _replace(directory / FREQUENT_TOKENS, json.dumps(facts.frequent_tokens, separators=(",", ":")).encode())
+        write_file(directory / FREQUENT_TOKENS, json.dumps(facts.frequent_tokens, separators=(",", ":")).encode())
     if facts.evaluation is not None:
         _write_json(directory / EVALUATION, facts.evaluation)
-    _replace(directory / CARD, model_card(settings, target, plan, facts).encode())
+    write_file(directory / CARD, model_card(settings, target, plan, facts).encode())
 
 
 def draft_tensors(plan: DraftPlan, scale: Tensor) -> dict[str, Tensor]:
@@ -206,10 +206,10 @@ def _umask() -> int:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    _replace(path, (json.dumps(value, indent=2) + "\n").encode())
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def _replace(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(path)

@@ -163,6 +163,16 @@ def tap_ids(text: str | None) -> tuple[int, ...] | None:
         raise typer.BadParameter(f"{text!r} is no list of layer numbers; write 1,8,14") from None
 
 
+def share_list(text: str | None) -> tuple[float, ...] | None:
+    """0.7,0.3"""
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of shares; write 0.7,0.3") from None
+
+
 def temperature_shares(text: str) -> tuple[tuple[float, float], ...]:
     """0:0.8,0.6:0.2: temperature and share."""
     try:

@@ -1,0 +1,104 @@
+"""The mean of several drafters: runs that began with the same weights end around an optimum that lies between them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.speculative.checkpoints.frequent import FREQUENT_TOKENS
+from outrider.speculative.checkpoints.source import OpenedDrafter, open_drafter
+from outrider.training.export import CARD, CONFIG, write_file, write_tensors
+
+Report = Callable[[str], None]
+
+
+def average_drafters(
+    names: Sequence[str],
+    output: Path,
+    *,
+    shares: Sequence[float] | None = None,
+    shard_mib: int | None = None,
+    report: Report,
+) -> None:
+    """Drafters of one network, by directory or installed name; by default all count the same.
+
+    Configuration and frequent tokens are those of the first.
+    """
+    shares = _whole(names, shares)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there already and not an empty directory; name a new one")
+    drafters = [open_drafter(name) for name in names]
+    for other in drafters[1:]:
+        _refuse_another_network(drafters[0], other)
+    files = drafters[0].files
+    tensors = {files.stored_name(name): _mean(drafters, shares, name) for name in files.tensors}
+    output.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, FREQUENT_TOKENS):
+        if (files.path / name).exists():
+            shutil.copyfile(files.path / name, output / name)
+    write_tensors(output, tensors, shard_mib=shard_mib)
+    write_file(output / CARD, _card(names, shares).encode())
+    report(f"the mean of {len(names)} drafters is in {output}; measure it: outrider doctor --drafter {output}")
+
+
+def _whole(names: Sequence[str], shares: Sequence[float] | None) -> list[float]:
+    """As parts of 1."""
+    if len(names) < 2:
+        raise ConfigError("a mean needs at least two drafters")
+    if shares is None:
+        shares = [1.0] * len(names)
+    if len(shares) != len(names):
+        raise ConfigError(f"there are {len(names)} drafters and {len(shares)} shares; give one for each")
+    if not all(0 < share < math.inf for share in shares):
+        raise ConfigError("shares must be more than 0")
+    return [share / sum(shares) for share in shares]
+
+
+def _refuse_another_network(first: OpenedDrafter, other: OpenedDrafter) -> None:
+    here, there = first.files, other.files
+    fields = (here.config.fields, there.config.fields)
+    different = sorted(name for name in {*fields[0], *fields[1]} if fields[0].get(name) != fields[1].get(name))
+    different += sorted(
+        name
+        for name in {*here.tensors, *there.tensors}
+        if name not in here.tensors or name not in there.tensors or here.shape(name) != there.shape(name)
+    )
+    # Tables of tokens have no mean.
+    different += [
+        name
+        for name in here.tensors
+        if name not in different
+        and not here.table(name).is_floating_point()
+        and not torch.equal(here.table(name), there.table(name))
+    ]
+    if different:
+        raise ConfigError(
+            f"{there.path} is another network than {here.path} (they differ in {', '.join(different[:5])}): "
+            "only drafters that were trained from the same one have a mean"
+        )
+
+
+def _mean(drafters: Sequence[OpenedDrafter], shares: Sequence[float], name: str) -> Tensor:
+    first = drafters[0].files.table(name)
+    if not first.is_floating_point():
+        return first.clone()
+    total = torch.zeros_like(first, dtype=torch.float64)
+    for drafter, share in zip(drafters, shares, strict=True):
+        total += share * drafter.files.table(name).double()
+    return total.to(first.dtype)
+
+
+def _card(names: Sequence[str], shares: Sequence[float]) -> str:
+    parts = "\n".join(f"- {share:.1%} {json.dumps(name)}" for name, share in zip(names, shares, strict=True))
+    return (
+        "---\ntags: [speculative-decoding, draft-model]\n---\n\n# A mean of drafters\n\n"
+        "`outrider train average` made it from the weights of these, in these shares; their cards say what they "
+        f"learnt from and under which licence:\n\n{parts}\n\nNothing has been measured yet.\n"
+    )
