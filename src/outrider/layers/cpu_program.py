@@ -42,13 +42,18 @@ class Step(Words):
 
     def __init__(self) -> None:
         super().__init__(8)
+        self._given: tuple[Tensor, ...] = ()
         self._kept: list[Tensor] = []
+        self._in_place = False
+        """What was given is what is read, with nothing converted."""
 
     def set(self, rows: AttentionRows) -> None:
-        tables = _laid_out(rows.tables, torch.int32)
-        longs = [
-            _laid_out(tensor, torch.int64)
-            for tensor in (rows.positions, rows.slots, rows.sequence, rows.first_key, rows.stop_key)
+        given = (rows.tables, rows.positions, rows.slots, rows.sequence, rows.first_key, rows.stop_key)
+        if self._in_place and all(one is other for one, other in zip(given, self._given, strict=True)):
+            # Only the numbers in them are new.
+            return
+        tables, *longs = kept = [
+            _laid_out(tensor, torch.int64 if number else torch.int32) for number, tensor in enumerate(given)
         ]
         positions, slots, sequence, first_key, stop_key = [tensor.data_ptr() for tensor in longs]
         _STEP.pack_into(
@@ -63,7 +68,9 @@ class Step(Words):
             first_key,
             stop_key,
         )
-        self._kept = [tables, *longs]
+        self._kept = kept
+        self._given = given
+        self._in_place = all(one is other for one, other in zip(given, kept, strict=True))
 
 
 def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:

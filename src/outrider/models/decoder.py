@@ -162,7 +162,8 @@ class Decoder:
         return self.ops.project(hidden, head, norm=norm, eps=self.spec.norm_eps, out=out)
 
     def _capped(self, scores: Tensor) -> Tensor:
-        logits, cap = scores.float(), self.spec.logit_softcap
+        logits = scores if scores.dtype is torch.float32 else scores.float()
+        cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Batcher:
         self._tables = tables
         self._device = device
         self._reaches = [reach_of(spec.kind) for spec in layout.groups]
+        self._few: dict[tuple[int, int], FewNumbers] = {}
 
     def rows(self, spans: Sequence[Span], groups: range) -> Rows:
         if len(spans) == 1 and len(spans[0].tokens) <= FEW_ROWS:
@@ -37,11 +39,10 @@ class Batcher:
         return self._many_rows(spans, groups)
 
     def _few_rows(self, span: Span, groups: range) -> Rows:
-        """The same for a single request's step, number by number: arrays of a few elements cost more than that. All of
-        it becomes one tensor, for the same reason."""
+        """The same for a single request's step, number by number: arrays of a few elements cost more than that."""
         line, start, count = span.line, span.start, len(span.tokens)
         positions = range(start, start + count)
-        lists: list[Sequence[int]] = [list(span.tokens), positions, [line] * count]
+        numbers = [*span.tokens, *positions, *[line] * count]
         most_keys = []
         for group in groups:
             spec, reach, row = self._layout.groups[group], self._reaches[group], self._tables.array(group)[line]
@@ -57,13 +58,14 @@ class Batcher:
                     stops = [min(stop, p + reach + 1) for stop, p in zip(stops, positions, strict=True)]
             first_page = start // page_tokens
             pages = row[first_page : (start + count - 1) // page_tokens + 1].tolist()
-            slots = [
+            numbers += [
                 (pages[p // page_tokens - first_page] if p >= span.kept_from else 0) * page_tokens + p % page_tokens
                 for p in positions
             ]
-            lists += (slots, first_keys, stops)
+            numbers += first_keys
+            numbers += stops
             most_keys.append(max(stop - first for stop, first in zip(stops, first_keys, strict=True)))
-        tokens, at, lines, *own = self._tensor(np.array(lists, np.int64)).unbind()
+        tokens, at, lines, *own = self._few_tensors(numbers, count)
         found = tuple(
             AttentionRows(
                 positions=at,
@@ -77,6 +79,18 @@ class Batcher:
             for number, group in enumerate(groups)
         )
         return Rows(tokens=tokens, groups=found, first_row=[0])
+
+    def _few_tensors(self, numbers: list[int], count: int) -> tuple[Tensor, ...]:
+        """As tensors of `count`. Where the model runs here, they are those of the last time with other numbers in them:
+        in the middle of a step, whose weights have just gone through all caches, making some takes longer than all
+        that is reckoned above."""
+        if self._device.type != "cpu":
+            return self._tensor(np.array(numbers, np.int64).reshape(-1, count)).unbind()
+        few = self._few.get((len(numbers), count))
+        if few is None:
+            few = self._few[len(numbers), count] = FewNumbers(len(numbers), count)
+        few.layout.pack_into(few.memory, 0, *numbers)
+        return few.tensors
 
     def _many_rows(self, spans: Sequence[Span], groups: range) -> Rows:
         counts = np.array([len(span.tokens) for span in spans], np.int64)
@@ -131,6 +145,16 @@ class Batcher:
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+class FewNumbers:
+    """Memory that is written as plain numbers and read as tensors."""
+
+    def __init__(self, total: int, count: int) -> None:
+        self.layout = struct.Struct(f"{total}q")
+        array = np.zeros((total // count, count), np.int64)
+        self.memory = array.data.cast("B")
+        self.tensors = torch.from_numpy(array).unbind()
 
 
 class Blocks(NamedTuple):
