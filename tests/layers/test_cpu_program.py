@@ -129,7 +129,8 @@ def test_results_stay_while_another_decoder_runs() -> None:
         kept = [each.clone() for each in results if each is not None]
         others = step(drafter, drafter_kv, token + 2)
         for one, before, other in zip(results, kept, others, strict=True):
-            assert one is not None and other is not None
+            assert one is not None
+            assert other is not None
             assert torch.equal(one, before)
             assert not torch.equal(one, other)
 
