@@ -98,11 +98,10 @@ class Decoder:
         if count > RECORDED_ROWS_MAX or not self._recordable:
             return self._run(tokens, layers, taps, scored)
         rows = [place.rows for place in layers]
-        if len(layers) != len(self._places) or any(
-            place.kv is not known for place, known in zip(layers, self._places, strict=True)
-        ):
+        places = tuple([place.kv for place in layers])
+        if places != self._places:
             self._recorded.clear()
-            self._places = tuple(place.kv for place in layers)
+            self._places = places
         key = (count, taps, scored)
         if key not in self._recorded:
             self._recorded[key] = self.ops.record(
