@@ -185,12 +185,21 @@ def test_weights_of_other_types_are_refused() -> None:
         warm_up([torch.float64])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [16, 50])
+def test_embeddings_are_rows_of_the_matrix(dtype: torch.dtype, width: int) -> None:
+    ops, matrix = NumbaOps(threads=2), torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tokens = torch.tensor([0, 39, 5, 5, 17] * 7)
+    assert torch.equal(ops.embed(tokens, matrix, 1.0), matrix.float()[tokens])
+    assert torch.equal(ops.embed(tokens, matrix, 5.5), matrix.float()[tokens] * 5.5)
+
+
 def test_progress_counts_to_the_end() -> None:
     heard: list[tuple[str, int, int]] = []
     warm_up([torch.float32, torch.float32], lambda name, done, total: heard.append((name, done, total)))
     # Twice the same where a kernel is not on disk yet.
-    assert list(dict.fromkeys(done for _, done, _ in heard)) == [0, 1, 2, 3, 4]
-    assert {total for _, _, total in heard} == {4}
+    assert list(dict.fromkeys(done for _, done, _ in heard)) == [0, 1, 2, 3, 4, 5]
+    assert {total for _, _, total in heard} == {5}
     assert {what for what, _, _ in heard} <= {LOADING, COMPILING}
 
 

@@ -35,7 +35,7 @@ class Recorder(Drafter):
     def bind(self, services: DraftServices) -> None:
         self.inner.bind(services)
 
-    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+    def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         self.fed += [(row.request.id, row.interval.start, row.interval.end) for row in rows]
         self.inner.feed(rows, taps)
 

@@ -234,7 +234,7 @@ class MostlyRight(Drafter):
     def bind(self, services: DraftServices) -> None:
         self._inner.bind(services)
 
-    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+    def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         self._inner.feed(rows, taps)
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:

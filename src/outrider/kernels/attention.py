@@ -229,8 +229,8 @@ def _end(job, row, kv_head, running, share, stride):
 
 @njit(**OPTIONS)
 def _range_of(job, row):
-    first = np.int64(load_i32(step_word(job, FIRST_KEY) + 4 * row))
-    stop = np.int64(load_i32(step_word(job, STOP_KEY) + 4 * row))
+    first = load_i64(step_word(job, FIRST_KEY) + 8 * row)
+    stop = load_i64(step_word(job, STOP_KEY) + 8 * row)
     return first, max(first, stop)
 
 
@@ -245,7 +245,7 @@ def _attend_tile(job, chunk, scratch):
     scores = values + 8 * BLOCK
     part = scores + share * 4 * BLOCK
     running = part + share * stride
-    line = np.int64(load_i32(step_word(job, SEQUENCE) + 4 * first_row))
+    line = load_i64(step_word(job, SEQUENCE) + 8 * first_row)
     low, high = _range_of(job, first_row)
     for number in range(rows):
         _begin(running + number * share * stride, share, stride)
@@ -281,7 +281,7 @@ def _attend_part(job, chunk, scratch):
     begin = (first // BLOCK + block) * BLOCK
     first, stop = max(first, begin), min(stop, begin + BLOCK)
     if first < stop:
-        line = np.int64(load_i32(step_word(job, SEQUENCE) + 4 * row))
+        line = load_i64(step_word(job, SEQUENCE) + 8 * row)
         _list_addresses(job, line, kv_head, first, stop, keys, values)
         part = word(job, PARTS) + chunk * share * stride
         _block_result(job, row, kv_head, keys, values, stop - first, True, scores, part)
@@ -353,11 +353,11 @@ def plan_attend(job, threads, parts_max):
     plan, tiles = word(job, PLAN), 0
     row = 0
     while row < rows:
-        line = load_i32(step_word(job, SEQUENCE) + 4 * row)
+        line = load_i64(step_word(job, SEQUENCE) + 8 * row)
         low, high = _range_of(job, row)
         count = 1
         while row + count < rows and count < rows_max:
-            if load_i32(step_word(job, SEQUENCE) + 4 * (row + count)) != line:
+            if load_i64(step_word(job, SEQUENCE) + 8 * (row + count)) != line:
                 break
             first, stop = _range_of(job, row + count)
             if first > high or stop < low:  # pages between the two ranges may be gone

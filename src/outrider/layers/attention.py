@@ -51,12 +51,12 @@ class AttentionRows:
     slots: Tensor
     """int64 [rows]"""
     sequence: Tensor
-    """int32 [rows]"""
+    """int64 [rows]"""
     tables: Tensor
     """int32 [lines, pages]: the page that holds positions [i * page_tokens, (i + 1) * page_tokens)"""
     first_key: Tensor
-    """int32 [rows]"""
+    """int64 [rows]"""
     stop_key: Tensor
-    """int32 [rows]"""
+    """int64 [rows]"""
     most_keys: int
     """No row reads more keys than this."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from outrider.errors import ConfigError
 from outrider.kernels import Progress
@@ -25,7 +24,7 @@ try:
     from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.kernels.threads import Threads, available_cores, shared_threads
     from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FAST_HERE, FLOAT16, FLOAT32, FOUR_BITS
-    from outrider.layers.cpu_program import Job, Program, Step
+    from outrider.layers.cpu_program import Job, Program, Step, check_numbers
 except ImportError as error:
     _import_error: str | None = str(error)
 else:
@@ -40,7 +39,7 @@ else:
 
 _HEADER = struct.Struct("4q")
 _WORD = struct.Struct("q")
-_GATHER = struct.Struct("6q")
+_GATHER = struct.Struct("6qf4x")
 _NORM = struct.Struct("5qf4x4q")
 _LINEAR = struct.Struct("14q")
 _LAYER = struct.Struct("3qf4x4qf4xf4xq")
@@ -98,31 +97,33 @@ class NumbaOps(Ops):
         kinds = [weight.packing if isinstance(weight, PackedMatrix) else weight.dtype for weight in weights]
         warm_up(kinds, self._progress)
         return DecoderParameters(
-            embedding=parameters.embedding,
+            embedding=_stored(parameters.embedding),
             layers=tuple(_prepared_layer(layer) for layer in parameters.layers),
             final_norm=_wide(parameters.final_norm),
             head=_prepared(parameters.head),
         )
 
     def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
-        if isinstance(embedding, PackedMatrix):
-            x = self._gather(embedding, tokens)
+        count, (end, k) = tokens.shape[0], embedding.shape
+        if self._program is None:
+            check_numbers(tokens, end)
+            tokens = tokens.to(torch.int64).contiguous()
         else:
-            x = functional.embedding(tokens, embedding).float()
-        return x if scale == 1.0 else x * scale
-
-    def _gather(self, matrix: PackedMatrix, numbers: Tensor) -> Tensor:
-        assert self._program is None
-        count, k = len(numbers), matrix.shape[1]
-        numbers, out, job, data = numbers.to(torch.int64).contiguous(), torch.empty(count, k), self._job, matrix.data
-        lowest, highest = (int(each) for each in numbers.aminmax())
-        if lowest < 0 or highest >= data.shape[0]:
-            # Compiled code would read whatever lies there.
-            raise IndexError(f"token ids must lie in [0, {data.shape[0]}), found {lowest} to {highest}")
+            self._program.numbers(end)
+        out, job = self._empty(count, k), self._new_job()
+        stored = _rows_stored(embedding)
         chunks = (count + gather.ROWS_PER_CHUNK - 1) // gather.ROWS_PER_CHUNK
-        _HEADER.pack_into(job.words, 0, gather.GATHER[_item_of(matrix)].address, chunks, 0, 0)
+        _HEADER.pack_into(job.words, 0, gather.GATHER[_item_of(embedding)].address, chunks, 0, 0)
         _GATHER.pack_into(
-            job.words, 8 * gather.NUMBERS, numbers.data_ptr(), count, data.data_ptr(), data.stride(0), k, out.data_ptr()
+            job.words,
+            8 * gather.NUMBERS,
+            tokens.data_ptr(),
+            count,
+            stored.data_ptr(),
+            stored.stride(0) * stored.element_size(),
+            k,
+            out.data_ptr(),
+            scale,
         )
         self._call(RUN_PLAIN, job, 0)
         return out
@@ -135,8 +136,10 @@ class NumbaOps(Ops):
         self._call(RUN_NORM, job, 0)
         return out
 
-    def project(self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        return self._linear(x, linear.weight, linear.bias, norm=norm, eps=eps)
+    def project(
+        self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+    ) -> Tensor:
+        return self._linear(x, linear.weight, linear.bias, norm=norm, eps=eps, out=out)
 
     def project_add(
         self, x: Tensor, linear: Linear, residual: Tensor, *, post_norm: Tensor | None = None, eps: float = 0.0
@@ -178,19 +181,21 @@ class NumbaOps(Ops):
         eps: float = 0.0,
         residual: Tensor | None = None,
         activation: Activation | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         x = _rows_of(x)
         rows, k = x.shape
         n = weight.shape[0] // (1 if activation is None else 2)
-        # A residual is updated in place: the row is read by nobody else.
-        out = self._empty(rows, n) if residual is None else residual
+        if out is None:
+            # A residual is updated in place: the row is read by nobody else.
+            out = self._empty(rows, n) if residual is None else residual
         job, norm_address = self._new_job(), 0
         x_address, x_stride = x.data_ptr(), x.stride(0) * 4
         if norm is not None:
             norm_job = self._norm_job if self._program is None else self._program.job()
             x_address, x_stride, norm_address = self._room(self._normed, rows * k * 4), k * 4, norm_job.address
             self._pack_norm(norm_job, x, norm, eps, x_address)
-        stored = weight.data if isinstance(weight, PackedMatrix) else weight
+        stored = _rows_stored(weight)
         kernel = linear.LINEAR[_item_of(weight)]
         self._pack_header(job, kernel, linear.scratch_bytes(k))
         _LINEAR.pack_into(
@@ -273,14 +278,17 @@ class NumbaOps(Ops):
         )
         return job
 
-    def copy(self, x: Tensor) -> Tensor:
-        return x.clone() if self._program is None else self._program.copy(x)
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        if self._program is None:
+            out.copy_(x)
+        else:
+            self._program.copy(x, out)
 
     def record(
         self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]
     ) -> Recorded | None:
         assert self._program is None
-        self._program = program = Program(self._threads.address, *x.shape)
+        self._program = program = Program(self._threads.address, x)
         try:
             program.record(rows, body)
         finally:
@@ -385,8 +393,8 @@ def warm_up(kinds: Iterable[torch.dtype | Packing], progress: Progress | None = 
     # Whoever keeps weights packed computes and caches in float32.
     caches = items | ({FLOAT32} if packed else set())
     kernels = [norm.NORM]
-    kernels += [linear.LINEAR[item] for item in sorted(items | {_PACKINGS[kind] for kind in packed})]
-    kernels += [gather.GATHER[_PACKINGS[kind]] for kind in sorted(packed, key=lambda kind: kind.value)]
+    stored = sorted(items | {_PACKINGS[kind] for kind in packed})
+    kernels += [table[item] for table in (linear.LINEAR, gather.GATHER) for item in stored]
     kernels += [table[item] for item in sorted(caches) for table in (rotate.ROTATE, attention.ATTEND)]
     load_all(kernels, progress or _unheard)
 
@@ -423,6 +431,10 @@ def _maybe_wide(tensor: Tensor | None) -> Tensor | None:
 
 def _prepared(linear: Linear) -> Linear:
     return Linear(weight=_stored(linear.weight), bias=_maybe_wide(linear.bias))
+
+
+def _rows_stored(weight: Matrix) -> Tensor:
+    return weight.data if isinstance(weight, PackedMatrix) else weight
 
 
 def _stored(weight: Matrix) -> Matrix:

@@ -42,36 +42,51 @@ class Step(Words):
 
     def __init__(self) -> None:
         super().__init__(8)
+        self._given: tuple[Tensor, ...] = ()
         self._kept: list[Tensor] = []
+        self._in_place = False
+        """What was given is what is read, with nothing converted."""
 
     def set(self, rows: AttentionRows) -> None:
-        longs = [tensor.to(torch.int64).contiguous() for tensor in (rows.positions, rows.slots)]
-        ints = [
-            tensor.to(torch.int32).contiguous()
-            for tensor in (rows.sequence, rows.tables, rows.first_key, rows.stop_key)
+        given = (rows.tables, rows.positions, rows.slots, rows.sequence, rows.first_key, rows.stop_key)
+        if self._in_place and all(one is other for one, other in zip(given, self._given, strict=True)):
+            # Only the numbers in them are new.
+            return
+        tables, *longs = kept = [
+            _laid_out(tensor, torch.int64 if number else torch.int32) for number, tensor in enumerate(given)
         ]
-        sequence, tables, first_key, stop_key = ints
+        positions, slots, sequence, first_key, stop_key = [tensor.data_ptr() for tensor in longs]
         _STEP.pack_into(
             self.words,
             0,
             rows.positions.shape[0],
-            longs[0].data_ptr(),
-            longs[1].data_ptr(),
-            sequence.data_ptr(),
+            positions,
+            slots,
+            sequence,
             tables.data_ptr(),
             tables.stride(0) * 4,
-            first_key.data_ptr(),
-            stop_key.data_ptr(),
+            first_key,
+            stop_key,
         )
-        self._kept = longs + ints
+        self._kept = kept
+        self._given = given
+        self._in_place = all(one is other for one, other in zip(given, kept, strict=True))
+
+
+def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As kernels read it. Asking first is quicker than a conversion that does nothing."""
+    if tensor.dtype is dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(dtype).contiguous()
 
 
 class Program(Recorded):
     """What was recorded, with all memory that it uses."""
 
-    def __init__(self, pool: int, rows: int, width: int) -> None:
+    def __init__(self, pool: int, x: Tensor) -> None:
         self._pool = pool
-        self._x = torch.zeros(rows, width)
+        self._x = torch.zeros_like(x)
+        self._numbers_end: int | None = None
         self._entries: list[bytes] = []
         self._kept: list[object] = []
         self._buffers: list[tuple[Tensor, weakref.ref[Tensor]]] = []
@@ -119,10 +134,14 @@ class Program(Recorded):
         self._buffers.append((buffer, weakref.ref(handed_out)))
         return handed_out
 
-    def copy(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape)
-        self.add(RUN_COPY, x.data_ptr(), out.data_ptr(), x.numel())
-        return out
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        for source, target in zip(x, out, strict=True):
+            self.add(RUN_COPY, source.data_ptr(), target.data_ptr(), x.shape[1])
+        self._kept.append(out)
+
+    def numbers(self, end: int) -> None:
+        """What comes in are numbers of rows, of so many."""
+        self._numbers_end = end
 
     def step(self, rows: AttentionRows) -> Step:
         return self._known[id(rows)]
@@ -131,9 +150,18 @@ class Program(Recorded):
 
     def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> list[Tensor]:
         assert self._list is not None
+        if self._numbers_end is not None:
+            check_numbers(x, self._numbers_end)
         self._x.copy_(x)
         for number, step in self._steps:
             step.set(rows[number])
         ENTER.call(self._pool, self._list.address, RUN_PROGRAM, len(self._entries))
-        # The next run writes over them.
-        return [result.clone() for result in self._results]
+        return self._results
+
+
+def check_numbers(numbers: Tensor, end: int) -> None:
+    """Compiled code would read whatever lies there."""
+    few = numbers.tolist()
+    lowest, highest = min(few), max(few)
+    if lowest < 0 or highest >= end:
+        raise IndexError(f"token ids must lie in [0, {end}), found {lowest} to {highest}")

@@ -33,7 +33,7 @@ class Recorded(ABC):
 
     @abstractmethod
     def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> list[Tensor]:
-        """For an x of the recorded shape, and rows in the recorded order."""
+        """For an x of the recorded shape, and rows in the recorded order. The next run writes over the results."""
 
 
 class Ops(ABC):
@@ -62,8 +62,10 @@ class Ops(ABC):
         """Root-mean-square norm of each row."""
 
     @abstractmethod
-    def project(self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """x Wᵀ + b, of normed rows where a norm is given."""
+    def project(
+        self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+    ) -> Tensor:
+        """x Wᵀ + b, of normed rows where a norm is given; in the memory of `out` where that is given."""
 
     @abstractmethod
     def project_add(
@@ -85,16 +87,17 @@ class Ops(ABC):
     def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots, attend: [rows, heads * head_dim]."""
 
-    def copy(self, x: Tensor) -> Tensor:
-        """What x is now."""
-        return x.clone()
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        """What x is now, to columns of a wider tensor."""
+        out.copy_(x)
 
     def record(
         self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]
     ) -> Recorded | None:
         """Write down what `body` does with x, for versions where calling costs more than computing; None: call it.
 
-        `body` only calls these operations, with arguments that depend on nothing but shapes; it keeps no views.
+        `body` only calls these operations, with arguments that depend on nothing but shapes; it keeps no views. x may
+        also be token ids, which `body` embeds.
         """
         return None
 
@@ -130,10 +133,13 @@ class TorchOps(Ops):
             return (weight * wide).to(x.dtype)
         return weight * wide.to(x.dtype)
 
-    def project(self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    def project(
+        self, x: Tensor, linear: Linear, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+    ) -> Tensor:
         if norm is not None:
             x = self.norm(x, norm, eps)
-        return functional.linear(x, plain(linear.weight), linear.bias)
+        y = functional.linear(x, plain(linear.weight), linear.bias)
+        return y if out is None else out.copy_(y)
 
     def project_add(
         self, x: Tensor, linear: Linear, residual: Tensor, *, post_norm: Tensor | None = None, eps: float = 0.0
@@ -181,11 +187,11 @@ class TorchOps(Ops):
     def _attend_pages(q: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
         """Gathers each row's keys side by side: plain, and memory-hungry on long contexts."""
         offsets = torch.arange(max(1, rows.most_keys), device=q.device)
-        at = rows.first_key[:, None].long() + offsets  # [rows, keys] positions
+        at = rows.first_key[:, None] + offsets  # [rows, keys] positions
         real = at < rows.stop_key[:, None]
-        at = torch.where(real, at, rows.first_key[:, None].long())
+        at = torch.where(real, at, rows.first_key[:, None])
         number = (at // kv.page_tokens).clamp(max=rows.tables.shape[1] - 1)
-        page = rows.tables[rows.sequence.long()[:, None], number].long()
+        page = rows.tables[rows.sequence[:, None], number].long()
         slot = at % kv.page_tokens
         keys, values = kv.keys[page, :, slot], kv.values[page, :, slot]  # [rows, keys, kv_heads, dim]
         share = layer.heads // layer.kv_heads

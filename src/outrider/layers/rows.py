@@ -26,6 +26,8 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
+    """Good until as many rows are asked for again: their memory may be used for those."""
+
     tokens: Tensor
     """int64 [rows], where the model runs"""
     groups: tuple[AttentionRows, ...]

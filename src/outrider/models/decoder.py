@@ -27,10 +27,14 @@ class LayerKV(NamedTuple):
 
 
 class Hidden(NamedTuple):
+    """What a pass gives; the next pass of the decoder may write over it."""
+
     final: Tensor
     """[rows, hidden], before the last norm."""
-    taps: tuple[Tensor, ...]
-    """Hidden states that leave the tapped layers, in the order asked for."""
+    taps: Tensor
+    """Hidden states that leave the tapped layers, side by side in the order asked for: [rows, taps * hidden]."""
+    logits: Tensor | None
+    """Of the rows asked for."""
 
 
 class Decoder:
@@ -43,7 +47,9 @@ class Decoder:
         # Which experts run depends on the rows.
         self._recordable = all(layer.experts is None for layer in spec.layers)
         self._recorded: dict[Hashable, Recorded | None] = {}
-        """By number of rows and taps."""
+        """By number of rows, taps and rows that are scored."""
+        self._scores: Tensor | None = None
+        """Logits of what is recorded: large, so all of it shares them."""
         self._places: tuple[PagedKV, ...] = ()
         """The KV that it was all recorded with: of one engine at a time, so that no other's is kept alive. It is
         kept itself: what is recorded holds addresses in it."""
@@ -70,41 +76,70 @@ class Decoder:
             for layer, weights in zip(spec.layers, self.parameters.layers, strict=True)
         )
 
-    def forward(self, tokens: Tensor, layers: Sequence[LayerKV], *, taps: Sequence[int] = ()) -> Hidden:
-        """Run the rows of a step. Tap i is the residual stream after layer i."""
-        x = self.ops.embed(tokens, self.parameters.embedding, self.spec.embedding_scale)
-        taps = tuple(taps)
-        final, *tapped = self._through_layers(x, layers, taps)
-        return Hidden(final, tuple(tapped))
+    def forward(
+        self,
+        tokens: Tensor,
+        layers: Sequence[LayerKV],
+        *,
+        taps: Sequence[int] = (),
+        scored: tuple[int, int] | None = None,
+    ) -> Hidden:
+        """Run the rows of a step. Tap i is the residual stream after layer i. `scored`: the rows [first, end) whose
+        logits are wanted; scoring them in the same pass is quicker than afterwards."""
+        final, tapped, *logits = self._pass(tokens, layers, tuple(taps), scored)
+        return Hidden(final, tapped, self._capped(logits[0]) if logits else None)
 
-    def _through_layers(self, x: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...]) -> Sequence[Tensor]:
-        """What leaves the last layer, then the taps. Recorded once for each number of rows where that is faster."""
-        if len(x) > RECORDED_ROWS_MAX or not self._recordable:
-            return self._run_layers(x, layers, taps)
+    def _pass(
+        self, tokens: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...], scored: tuple[int, int] | None
+    ) -> Sequence[Tensor]:
+        """What leaves the last layer, the taps, and what leaves the head. Recorded once for each number of rows where
+        that is faster."""
+        count = tokens.shape[0]
+        if count > RECORDED_ROWS_MAX or not self._recordable:
+            return self._run(tokens, layers, taps, scored)
         rows = [place.rows for place in layers]
-        if len(layers) != len(self._places) or any(
-            place.kv is not known for place, known in zip(layers, self._places, strict=True)
-        ):
+        places = tuple([place.kv for place in layers])
+        if places != self._places:
             self._recorded.clear()
-            self._places = tuple(place.kv for place in layers)
-        key = (len(x), taps)
+            self._places = places
+        key = (count, taps, scored)
         if key not in self._recorded:
-            self._recorded[key] = self.ops.record(x, rows, lambda x: self._run_layers(x, layers, taps))
+            self._recorded[key] = self.ops.record(
+                tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores())
+            )
         recorded = self._recorded[key]
-        return self._run_layers(x, layers, taps) if recorded is None else recorded.run(x, rows)
+        return self._run(tokens, layers, taps, scored) if recorded is None else recorded.run(tokens, rows)
 
-    def _run_layers(self, x: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...]) -> list[Tensor]:
+    def _room_for_scores(self) -> Tensor:
+        if self._scores is None:
+            self._scores = torch.empty(RECORDED_ROWS_MAX, self.parameters.head.weight.shape[0])
+        return self._scores
+
+    def _run(
+        self,
+        tokens: Tensor,
+        layers: Sequence[LayerKV],
+        taps: tuple[int, ...],
+        scored: tuple[int, int] | None,
+        room: Tensor | None = None,
+    ) -> list[Tensor]:
         spec, ops = self.spec, self.ops
-        tapped: dict[int, Tensor] = {}
+        x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
+        width = spec.hidden_size
+        tapped = x.new_empty(x.shape[0], len(taps) * width)
         for number, (weights, place) in enumerate(zip(self.parameters.layers, layers, strict=True)):
             qkv = ops.project(x, weights.qkv, norm=weights.input_norm, eps=spec.norm_eps)
             attended = ops.attend(qkv, self.attention[number], place.kv, place.rows)
             x = ops.project_add(attended, weights.out, x, post_norm=weights.attention_post_norm, eps=spec.norm_eps)
             x = self.feed_forward(number, weights, x)
-            if number in taps:
-                # Later layers may write over it.
-                tapped[number] = ops.copy(x)
-        return [x, *(tapped[tap] for tap in taps)]
+            for place_of_tap, tap in enumerate(taps):
+                if tap == number:
+                    # Later layers may write over it.
+                    ops.copy(x, tapped[:, place_of_tap * width : (place_of_tap + 1) * width])
+        if scored is None:
+            return [x, tapped]
+        first, end = scored
+        return [x, tapped, self._score(x[first:end], None if room is None else room[: end - first])]
 
     def feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
         """The second half of a layer, residual included."""
@@ -119,11 +154,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary], in float32."""
-        spec = self.spec
-        logits = self.ops.project(
-            hidden, self.parameters.head, norm=self.parameters.final_norm, eps=spec.norm_eps
-        ).float()
-        cap = spec.logit_softcap
+        return self._capped(self._score(hidden))
+
+    def _score(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        head, norm = self.parameters.head, self.parameters.final_norm
+        return self.ops.project(hidden, head, norm=norm, eps=self.spec.norm_eps, out=out)
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        logits = scores if scores.dtype is torch.float32 else scores.float()
+        cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ class Batcher:
         self._layout = layout
         self._tables = tables
         self._device = device
+        self._reaches = [reach_of(spec.kind) for spec in layout.groups]
+        self._few: dict[tuple[int, int], FewNumbers] = {}
 
     def rows(self, spans: Sequence[Span], groups: range) -> Rows:
         if len(spans) == 1 and len(spans[0].tokens) <= FEW_ROWS:
@@ -38,39 +41,56 @@ class Batcher:
     def _few_rows(self, span: Span, groups: range) -> Rows:
         """The same for a single request's step, number by number: arrays of a few elements cost more than that."""
         line, start, count = span.line, span.start, len(span.tokens)
-        numbers = range(start, start + count)
-        positions = self._tensor(np.arange(start, start + count, dtype=np.int64))
-        lines = self._tensor(np.full(count, line, np.int32))
-        found = []
+        positions = range(start, start + count)
+        numbers = [*span.tokens, *positions, *[line] * count]
+        most_keys = []
         for group in groups:
-            spec, row = self._layout.groups[group], self._tables.array(group)[line]
-            low, kind, page_tokens = int(self._tables.lows[line, group]), spec.kind, spec.page_tokens
-            first_keys = [max(low, kind.first_key(start if span.anchored else p)) for p in numbers]
-            stops = [p + 1 for p in numbers]
+            spec, reach, row = self._layout.groups[group], self._reaches[group], self._tables.array(group)[line]
+            low, page_tokens = int(self._tables.lows[line, group]), spec.page_tokens
+            if span.anchored:
+                first_keys = [max(low, start - reach)] * count
+            else:
+                first_keys = [max(low, p - reach) for p in positions]
+            stops = [p + 1 for p in positions]
             if span.sees_to and not spec.causal:
                 stops = [max(stop, span.sees_to) for stop in stops]
-                reach = FAR - kind.first_key(FAR)
                 if reach < FAR and not span.anchored:
-                    stops = [min(stop, p + reach + 1) for stop, p in zip(stops, numbers, strict=True)]
-            pages = row[start // page_tokens : (start + count - 1) // page_tokens + 1].tolist()
+                    stops = [min(stop, p + reach + 1) for stop, p in zip(stops, positions, strict=True)]
             first_page = start // page_tokens
-            slots = [
+            pages = row[first_page : (start + count - 1) // page_tokens + 1].tolist()
+            numbers += [
                 (pages[p // page_tokens - first_page] if p >= span.kept_from else 0) * page_tokens + p % page_tokens
-                for p in numbers
+                for p in positions
             ]
-            found.append(
-                AttentionRows(
-                    positions=positions,
-                    slots=self._tensor(np.array(slots, np.int64)),
-                    sequence=lines,
-                    tables=self._tables.tensor(group),
-                    first_key=self._tensor(np.array(first_keys, np.int32)),
-                    stop_key=self._tensor(np.array(stops, np.int32)),
-                    most_keys=max(stop - first for stop, first in zip(stops, first_keys, strict=True)),
-                )
+            numbers += first_keys
+            numbers += stops
+            most_keys.append(max(stop - first for stop, first in zip(stops, first_keys, strict=True)))
+        tokens, at, lines, *own = self._few_tensors(numbers, count)
+        found = tuple(
+            AttentionRows(
+                positions=at,
+                slots=own[3 * number],
+                sequence=lines,
+                tables=self._tables.tensor(group),
+                first_key=own[3 * number + 1],
+                stop_key=own[3 * number + 2],
+                most_keys=most_keys[number],
             )
-        tokens = self._tensor(np.asarray(span.tokens, np.int64))
-        return Rows(tokens=tokens, groups=tuple(found), first_row=[0])
+            for number, group in enumerate(groups)
+        )
+        return Rows(tokens=tokens, groups=found, first_row=[0])
+
+    def _few_tensors(self, numbers: list[int], count: int) -> tuple[Tensor, ...]:
+        """As tensors of `count`. Where the model runs here, they are those of the last time with other numbers in them:
+        in the middle of a step, whose weights have just gone through all caches, making some takes longer than all
+        that is reckoned above."""
+        if self._device.type != "cpu":
+            return self._tensor(np.array(numbers, np.int64).reshape(-1, count)).unbind()
+        few = self._few.get((len(numbers), count))
+        if few is None:
+            few = self._few[len(numbers), count] = FewNumbers(len(numbers), count)
+        few.layout.pack_into(few.memory, 0, *numbers)
+        return few.tensors
 
     def _many_rows(self, spans: Sequence[Span], groups: range) -> Rows:
         counts = np.array([len(span.tokens) for span in spans], np.int64)
@@ -86,7 +106,7 @@ class Batcher:
             sees_to = np.repeat(np.array([span.sees_to for span in spans], np.int64), counts)
             anchored = np.repeat(np.array([span.anchored for span in spans], np.bool_), counts)
             blocks = Blocks(sees_to, anchored, np.where(anchored, positions - within, positions))
-        shared = (self._tensor(positions), self._tensor(lines.astype(np.int32)))
+        shared = (self._tensor(positions), self._tensor(lines))
         return Rows(
             tokens=self._tensor(tokens),
             groups=tuple(self._group(group, positions, lines, kept, blocks, shared) for group in groups),
@@ -106,24 +126,35 @@ class Batcher:
         number, offset = np.divmod(positions, spec.page_tokens)
         # The sink is page 0: rows that are not kept write there.
         slots = np.where(kept, table[lines, number].astype(np.int64), 0) * spec.page_tokens + offset
-        first_keys = first_read(spec.kind, positions if blocks is None else blocks.windows_at)
+        reach = self._reaches[group]
+        first_keys = (positions if blocks is None else blocks.windows_at) - reach
         first_keys = np.maximum(first_keys, self._tables.lows[lines, group])
         stops = positions + 1
         if blocks is not None and not spec.causal:
-            stops = blocks.stops(spec.kind, positions)
+            stops = blocks.stops(reach, positions)
         return AttentionRows(
             positions=shared[0],
             slots=self._tensor(slots),
             sequence=shared[1],
             tables=self._tables.tensor(group),
-            first_key=self._tensor(first_keys.astype(np.int32)),
-            stop_key=self._tensor(stops.astype(np.int32)),
+            first_key=self._tensor(first_keys),
+            stop_key=self._tensor(stops),
             most_keys=int((stops - first_keys).max()),
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+class FewNumbers:
+    """Memory that is written as plain numbers and read as tensors."""
+
+    def __init__(self, total: int, count: int) -> None:
+        self.layout = struct.Struct(f"{total}q")
+        array = np.zeros((total // count, count), np.int64)
+        self.memory = array.data.cast("B")
+        self.tensors = torch.from_numpy(array).unbind()
 
 
 class Blocks(NamedTuple):
@@ -134,20 +165,14 @@ class Blocks(NamedTuple):
     windows_at: Int64Array
     """The position that a window is measured from."""
 
-    def stops(self, kind: GroupKind, positions: Int64Array) -> Int64Array:
+    def stops(self, reach: int, positions: Int64Array) -> Int64Array:
         stops = np.maximum(positions + 1, self.sees_to)
-        reach = FAR - kind.first_key(FAR)
         if reach < FAR:
             # A window that moves with its row is as long ahead as it is behind.
             stops = np.where(self.anchored, stops, np.minimum(stops, positions + reach + 1))
         return stops
 
 
-def first_read(kind: GroupKind, positions: Int64Array) -> Int64Array:
-    """`GroupKind.first_key` of many positions: a kind is a fixed distance back, or everything."""
-    far = int(positions.max())
-    reach = far - kind.first_key(far)
-    if kind.first_key(far) == 0:
-        # Nobody is past the window yet, or there is none.
-        return np.zeros_like(positions)
-    return np.maximum(positions - reach, 0)
+def reach_of(kind: GroupKind) -> int:
+    """How far back a row reads: a kind is a fixed distance, or everything, which is FAR."""
+    return FAR - kind.first_key(FAR)

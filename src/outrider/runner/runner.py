@@ -43,6 +43,24 @@ class StepResult(NamedTuple):
     """Requests whose logits are not numbers, and what to tell their owners."""
 
 
+class Wanted(NamedTuple):
+    """What a step samples."""
+
+    places: list[int]
+    """Rows whose logits are wanted."""
+    draws: list[SampleRow]
+    spread: list[int]
+    """Per draw: which of `places`."""
+
+    @property
+    def together(self) -> tuple[int, int] | None:
+        """The rows [first, end), if the places lie side by side."""
+        places = self.places
+        if not places or places[-1] - places[0] >= len(places):
+            return None
+        return places[0], places[-1] + 1
+
+
 class Runner:
     def __init__(
         self,
@@ -119,15 +137,17 @@ class Runner:
             return result
         for row in plan.rows:
             self.requests[row.request].line = self._tables.line(row.request)
-        rows, hidden = self._run_target(plan.rows)
-        tokens, forks = self._sample(plan.rows, rows.first_row, hidden.final, result)
+        rows = self._target_rows(plan.rows)
+        wanted = self._wanted(plan.rows, rows.first_row)
+        hidden = self._run_target(rows, wanted.together)
+        tokens, forks = self._sample(plan.rows, rows.first_row, wanted, hidden, result)
         ends = self._take_over(plan.rows, tokens)
         self._feed(plan.rows, rows.first_row, ends, tokens, hidden.taps)
         proposed = self._propose(plan.rows, ends, tokens)
         verdict = Verdict(step=plan.step, tokens=tuple(tokens), proposed=proposed, fork_tokens=forks)
         return result._replace(verdict=verdict)
 
-    def _run_target(self, step_rows: Sequence[StepRow]) -> tuple[Rows, Hidden]:
+    def _target_rows(self, step_rows: Sequence[StepRow]) -> Rows:
         spans = []
         for row in step_rows:
             request = self.requests[row.request]
@@ -138,26 +158,23 @@ class Runner:
             spans.append(Span(line=request.line, start=first, tokens=tokens, kept_from=row.kept_from))
             if self._watch is not None:
                 self._watch.target_rows(row)
-        rows = self._batcher.rows(spans, self._layout.target_groups)
+        return self._batcher.rows(spans, self._layout.target_groups)
+
+    def _run_target(self, rows: Rows, scored: tuple[int, int] | None) -> Hidden:
         layers = [
             LayerKV(kv, rows.groups[group])
             for kv, (group, _place) in zip(self._target_kv, self._target_groups.place, strict=True)
         ]
-        return rows, self._target.forward(rows.tokens, layers, taps=self._footprint.taps)
+        return self._target.forward(rows.tokens, layers, taps=self._footprint.taps, scored=scored)
 
-    def _sample(
-        self, step_rows: Sequence[StepRow], first_row: Sequence[int], hidden: Tensor, result: StepResult
-    ) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """What the target says at each sampled row, and how many drafts agree with it."""
-        places: list[int] = []  # rows of `hidden` whose logits are wanted
+    def _wanted(self, step_rows: Sequence[StepRow], first_row: Sequence[int]) -> Wanted:
+        places: list[int] = []
         draws: list[SampleRow] = []
-        spread: list[int] = []  # per draw: which of `places`
+        spread: list[int] = []
         for row, first in zip(step_rows, first_row, strict=True):
-            request = self.requests[row.request]
-            if request.prompt_logprobs is not None and row.start < request.prompt_len - 1:
-                self._score_prompt(request, row, first, hidden, result)
             if not row.samples:
                 continue
+            request = self.requests[row.request]
             known = row.start + row.num_rows - row.drafts
             at = first + known - 1 - (row.start - row.tap_rows)
             assumed = tuple(request.drafts[: row.drafts])
@@ -167,14 +184,29 @@ class Runner:
                 spread.append(len(places))
                 draws.extend(sampling.rows(known))
             places.extend(range(at, at + row.drafts + 1))
-        if not draws:
+        return Wanted(places, draws, spread)
+
+    def _sample(
+        self,
+        step_rows: Sequence[StepRow],
+        first_row: Sequence[int],
+        wanted: Wanted,
+        hidden: Hidden,
+        result: StepResult,
+    ) -> tuple[list[tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """What the target says at each sampled row, and how many drafts agree with it."""
+        for row, first in zip(step_rows, first_row, strict=True):
+            request = self.requests[row.request]
+            if request.prompt_logprobs is not None and row.start < request.prompt_len - 1:
+                self._score_prompt(request, row, first, hidden.final, result)
+        if not wanted.draws:
             return [() for _ in step_rows], {}
-        if len(places) < len(hidden):
-            hidden = hidden[torch.tensor(places, device=self.device)]
-        logits = self._target.logits(hidden)
-        if len(spread) > len(places):
-            logits = logits[torch.tensor(spread, device=self.device)]
-        sampled = self._sampler.sample(logits, draws)
+        logits = hidden.logits
+        if logits is None:
+            logits = self._target.logits(hidden.final[torch.tensor(wanted.places, device=self.device)])
+        if len(wanted.spread) > len(wanted.places):
+            logits = logits[torch.tensor(wanted.spread, device=self.device)]
+        sampled = self._sampler.sample(logits, wanted.draws)
         return self._verdicts(step_rows, sampled.tokens, sampled.logprobs, sampled.failed, result)
 
     def _verdicts(
@@ -251,7 +283,7 @@ class Runner:
         first_row: Sequence[int],
         ends: Sequence[int],
         tokens: Sequence[tuple[int, ...]],
-        taps: Sequence[Tensor],
+        taps: Tensor,
     ) -> None:
         """Have the drafter write its durable slots for newly committed tokens, whatever k is."""
         feeds: list[FeedRow] = []

@@ -114,8 +114,9 @@ class Drafter(ABC):
     def bind(self, services: DraftServices) -> None:
         """Called once, before anything else."""
 
-    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
-        """Write the durable slots of every row. `taps`: hidden states of this step's target rows."""
+    def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
+        """Write the durable slots of every row. `taps`: hidden states of this step's target rows, side by side; they
+        last until the step ends."""
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:

@@ -120,7 +120,7 @@ class OneLayerAhead(Drafter):
     def bind(self, services: DraftServices) -> None:
         self._services = services
 
-    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+    def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         self._fed.clear()
         passed: list[Span] = []
         passed_taps: list[tuple[int, int]] = []

@@ -101,7 +101,7 @@ class DFlash(Drafter):
         self._services = services
         self._recorded.clear()
 
-    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+    def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         services = self._services
         assert services is not None
         spans = [
@@ -159,15 +159,13 @@ class DFlash(Drafter):
             LayerKV(kv, block.groups[group])
             for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
         ]
-        hidden = self._decoder.forward(block.tokens, layers).final
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
-        if len(rows) == 1:
-            # Side by side: taken as they lie.
-            taken = hidden[masks[0] : masks[-1] + 1]
-        else:
-            taken = hidden[torch.tensor(masks, device=hidden.device)]
-        logits = self._decoder.logits(taken)
+        together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
+        hidden = self._decoder.forward(block.tokens, layers, scored=together)
+        logits = hidden.logits
+        if logits is None:
+            logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
         return draw_block(services, rows, logits, self._vocabulary)
 
 

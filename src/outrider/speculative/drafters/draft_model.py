@@ -40,7 +40,7 @@ class DraftModel(Drafter):
     def bind(self, services: DraftServices) -> None:
         self._services = services
 
-    def feed(self, rows: Sequence[FeedRow], taps: Sequence[Tensor]) -> None:
+    def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         self._fed.clear()
         spans = [
             Span(

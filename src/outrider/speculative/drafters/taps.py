@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 
-def tap_rows(taps: Sequence[Tensor], runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Taps side by side, of runs of rows (first, count) one after the other: [rows, taps * hidden]."""
+def tap_rows(taps: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Taps of runs of rows (first, count) one after the other: [rows, taps * hidden]."""
     first, count = runs[0]
     if len(runs) == 1:
-        return torch.cat([tap[first : first + count] for tap in taps], dim=1)
-    wanted = torch.tensor([row for first, count in runs for row in range(first, first + count)], device=taps[0].device)
-    return torch.cat([tap[wanted] for tap in taps], dim=1)
+        return taps[first : first + count]
+    return taps[torch.tensor([row for first, count in runs for row in range(first, first + count)], device=taps.device)]
