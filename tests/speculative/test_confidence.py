@@ -85,12 +85,9 @@ def test_fewer_drafts_are_verified_and_the_text_stays(name: str, params: Samplin
     verified = [each.verified for each in runs]
     assert verified == sorted(verified, reverse=True)
     assert len(set(verified)) > 2
-    # Drafts of one pass are all made at once; a chain ends with the first one that is too unlikely.
+    # A chain ends with the first draft that is too unlikely; a block asks for fewer the next time.
     made = [sum(each.made) / len(each.made) for each in runs]
-    if drafter().footprint.passes(K) > 1:
-        assert made[-1] < made[0] - 1
-    else:
-        assert made[-1] > 4
+    assert made[-1] < made[0] - 1
 
 
 def test_a_draft_model_stops_where_it_is_unsure() -> None:
@@ -124,6 +121,28 @@ def test_what_is_kept_is_likely_together() -> None:
     # Who looks drafts up instead of drawing them says nothing of how likely they are.
     request.propose([5, 6], 0.9)
     assert request.drafts == [5, 6]
+
+
+def test_a_block_asks_for_as_many_drafts_as_were_likely_a_moment_ago() -> None:
+    request = RunningRequest(
+        "a", [1], RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu"), prompt_len=1
+    )
+    asked = []
+    for likely in (7, 2, 0, 1, 3, 7, 5, 4):
+        asked.append(request.worth_asking(7))
+        request.begin_drafting()
+        for number in range(asked[-1]):
+            request.drafted(1.0 if number < likely else 0.1)
+        request.propose([3] * asked[-1], 0.5)
+        assert len(request.drafts) == min(likely, asked[-1])
+    # One more than were likely; where all were, twice as many.
+    assert asked == [7, 7, 3, 1, 3, 7, 7, 6]
+    assert request.worth_asking(2) == 2
+    request.begin_drafting()
+    # Whoever verifies everything asks for everything.
+    request.drafted(0.1)
+    request.propose([3], 0.0)
+    assert request.worth_asking(7) == 5
 
 
 def test_who_names_no_number_gets_what_the_drafter_is_made_for(tmp_path: Path) -> None:

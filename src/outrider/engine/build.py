@@ -32,7 +32,7 @@ from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.registry import DrafterSettings, load_drafter
 
-CPU_CONFIDENCE = 0.15
+CPU_CONFIDENCE = 0.25
 """On a CPU a row more takes a tenth of a step to verify: below this chance to count, it costs more than it brings.
 A GPU verifies a few rows more at no cost."""
 CACHED_TEXTS = 64

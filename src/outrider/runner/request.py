@@ -10,6 +10,7 @@ from outrider.runner.sampler import RequestSampling
 
 class RunningRequest:
     __slots__ = (
+        "_worth_asking",
         "drafts",
         "forks",
         "id",
@@ -48,6 +49,8 @@ class RunningRequest:
         """For each draft so far, how likely it and all before it are right; empty where nobody knows."""
         self.line = -1
         """Its line in the page tables."""
+        self._worth_asking: int | None = None
+        """How many drafts to ask for next; None: as many as may be."""
 
     @property
     def draws_depend(self) -> bool:
@@ -67,6 +70,10 @@ class RunningRequest:
     def begin_drafting(self) -> None:
         self.drafts, self.together = [], []
 
+    def worth_asking(self, k: int) -> int:
+        """How many of at most `k` drafts are likely to count: a block of them is paid for whether they do or not."""
+        return k if self._worth_asking is None else min(k, self._worth_asking)
+
     def drafted(self, share: float) -> None:
         """The next draft is right with this probability if those before it are."""
         self.together.append(self.confidence * share)
@@ -79,7 +86,10 @@ class RunningRequest:
         """Have them verified, as far as they are likely enough."""
         if self.together and least_confidence:
             # Confidence only falls, so the likely ones come first.
-            drafts = drafts[: sum(together >= least_confidence for together in self.together)]
+            asked, likely = len(self.together), sum(together >= least_confidence for together in self.together)
+            drafts = drafts[:likely]
+            # A text is about as easy to foresee as it was a moment ago.
+            self._worth_asking = likely + 1 if likely < asked else 2 * asked + 1
         if self.sampling.matcher is not None:
             # Found in a text, or drawn from a vocabulary without any token that the grammar allows here.
             drafts = drafts[: self.sampling.matcher.count_allowed(drafts)]

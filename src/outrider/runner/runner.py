@@ -315,7 +315,11 @@ class Runner:
             request.begin_drafting()
             # A request that has just ended needs none.
             if row.propose and request.stop_tokens.isdisjoint(new):
-                wanted.append(ProposeRow(request, v, row.propose))
+                k = row.propose
+                if self._footprint.passes(k) == 1:
+                    # A chain of passes ends by itself where it is unsure; a block is paid for as a whole.
+                    k = request.worth_asking(k)
+                wanted.append(ProposeRow(request, v, k))
         if wanted:
             assert self._drafter is not None
             for row_wanted, drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
