@@ -126,12 +126,19 @@ def test_the_text_is_the_targets(drafter: str, family: str, cut: bool, tmp_path:
     if cut:
         settings |= {"draft_confidence": LIKELY[drafter]}
     make = DRAFTERS[drafter](family, tmp_path)
-    engine = make(**settings, kv_cache_memory_bytes=short_of(make(**settings)))
-    llm = LLM.over(engine)
-    assert engine.sanitizer is not None
-    assert tokens_of(llm.generate(prompts(), PARAMS)) == plain(family)
-    assert engine.scheduler.num_preemptions > 0
-    assert engine.speculation.accepted_tokens > 0
-    # Whoever goes on from a text that ended reads what lay under its windows, where that is still cached.
-    assert [tokens_of(llm.generate([text], GREEDY))[0] for text in going_on(family)] == plainly_going_on(family)
-    assert engine.scheduler.kv.hit_tokens > 0
+    enough = short_of(make(**settings))
+    preemptions = hits = 0
+    # In the least memory texts push each other out; whether anything of them is left to go on from is a matter of luck
+    # there, so a second engine has a little more.
+    for memory in (enough, enough * 13 // 10):
+        engine = make(**settings, kv_cache_memory_bytes=memory)
+        llm = LLM.over(engine)
+        assert engine.sanitizer is not None
+        assert tokens_of(llm.generate(prompts(), PARAMS)) == plain(family)
+        preemptions += engine.scheduler.num_preemptions
+        assert engine.speculation.accepted_tokens > 0
+        # Whoever goes on from a text that ended reads what lay under its windows, where that is still cached.
+        assert [tokens_of(llm.generate([text], GREEDY))[0] for text in going_on(family)] == plainly_going_on(family)
+        hits += engine.scheduler.kv.hit_tokens
+    assert preemptions > 0
+    assert hits > 0
