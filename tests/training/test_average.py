@@ -105,8 +105,11 @@ def test_what_has_no_mean_is_refused(tmp_path: Path) -> None:
     assert "2 drafters and 3 shares" in refusal(*names, shares=(1, 1, 1))
     for share in (0.0, -1.0, float("nan"), float("inf")):
         assert "more than 0" in refusal(*names, shares=(1.0, share))
+    assert "their sum a number" in refusal(*names, shares=(1e308, 1e308))
     assert "name a new one" in refusal(*names, output=Path(names[1]))
     assert "name a new one" in refusal(*names, output=Path(names[1]) / "config.json")
+
+    assert "cannot be made" in refusal(*names, output=Path(names[1]) / "config.json" / "mean")
 
     copied = another(tmp_path, names[0])
     config = json.loads((copied / "config.json").read_text("utf-8"))
@@ -117,6 +120,8 @@ def test_what_has_no_mean_is_refused(tmp_path: Path) -> None:
     tensors = load_file(copied / "model.safetensors")
     save_file(tensors | {"d2t": tensors["d2t"] + 1}, copied / "model.safetensors")
     assert "differ in d2t" in refusal(names[0], str(copied))
+    save_file(tensors | {"d2t": tensors["d2t"].float() + 1}, copied / "model.safetensors")
+    assert "differ in d2t" in refusal(str(copied), names[0])
     save_file(tensors | {"norm.weight": tensors["norm.weight"][:-1]}, copied / "model.safetensors")
     assert "differ in norm.weight" in refusal(names[0], str(copied))
     del tensors["norm.weight"]
