@@ -168,6 +168,9 @@ def test_a_share_of_the_conversations_begins_with_first_words_that_the_target_fi
     # Whole words, never more than half of a prompt, and of every length up to that.
     beginnings = {" ".join(one.split(" ")[:words]) for one in said[:3] for words in range(1, 6)} | {"short"}
     assert {one.removeprefix("u") for one in begun} == beginnings
+    # Where others stand in for prompts, none of the prompts is left out.
+    whole = [text.tokenizer.decode(list(one.ids)) for one in openings if not one.invents]
+    assert all(set(whole[at : at + 4]) == {f"u{one}|a" for one in said} for at in range(0, len(whole) - 3, 4))
     write_conversations(replace(settings, begun=1.0, invented=0.0, count=3), tiny_target(), text, prompts, quiet)
     for tokens in read_corpus(tmp_path, vocab_size=256).tokens:
         assert re.match(r"u(short|([bcd])0( \2[1-4])*)x*\|ax+\|ux+\|a", text.tokenizer.decode(tokens.tolist()))
