@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from tests.engine.lossless import tokens_of
 from tests.engine.tiny import first_layers, tiny_draft_model, tiny_engine, tiny_model, tiny_spec
 
 from outrider.api.llm import LLM
+from outrider.models.decoder import Decoder
 from outrider.sampling import SamplingParams
 
 WINDOWS = {"full": (None, None), "mixed": (8, None), "sliding": (5, 5)}
@@ -107,3 +109,20 @@ def test_a_drafter_that_agrees_always_is_accepted_always(plain: Any) -> None:
     assert counts.accepted_tokens == counts.draft_tokens > 0
     # 1 from the prompt, then 3 drafts and the target's own each time.
     assert counts.mean_acceptance_length == 4.0
+
+
+def test_rows_that_are_sampled_side_by_side_are_scored_with_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart: list[int] = []
+    score = Decoder.logits
+
+    def counted(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        apart.append(len(hidden))
+        return score(decoder, hidden)
+
+    monkeypatch.setattr(Decoder, "logits", counted)
+    llm = LLM.over(tiny_engine(ops="numba", num_threads=1, speculate=True))
+    llm.generate([[7, 8, 9, 7, 8, 9, 7]], SamplingParams(temperature=0, max_tokens=12))
+    assert apart == []
+    # Of two prompts in one step, the last rows do not lie side by side.
+    llm.generate([[1, 2, 3], [4, 5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
+    assert apart == [2]

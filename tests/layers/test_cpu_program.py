@@ -275,3 +275,15 @@ def test_rows_of_other_types_stay_in_memory_while_they_are_read(monkeypatch: pyt
         tokens = torch.tensor([start, 7])
         one = of.forward(tokens, [LayerKV(place, odd(given)) for place in kv]).final
         assert torch.equal(one, plain.forward(tokens, [LayerKV(place, given) for place in other_kv]).final)
+
+
+def test_every_choice_of_scored_rows_is_recorded_by_itself() -> None:
+    of = decoder(Calls(records=True))
+    layers = [LayerKV(place, rows([5], 4, None)) for place in caches(of)]
+    for scored in ((0, 4), (3, 4), (1, 3), None, (2, 4), (0, 4)):
+        hidden = of.forward(torch.tensor([1, 2, 3, 4]), layers, scored=scored)
+        if scored is None:
+            assert hidden.logits is None
+        else:
+            assert hidden.logits is not None
+            assert torch.equal(hidden.logits, of.logits(hidden.final[scored[0] : scored[1]]))

@@ -30,10 +30,13 @@ class Watched:
 
     def __init__(self, engine: Engine, drafter: Drafter) -> None:
         self.made: list[int] = []
+        self.asked: list[int] = []
+        """In the first steps of each request, which are far from its end."""
         propose = drafter.propose
 
         def counted(rows: list[ProposeRow]) -> list[list[int]]:
             drafts = propose(rows)
+            self.asked.extend(row.k for row in rows if len(row.request.tokens) - row.request.prompt_len < 10)
             self.made.extend(map(len, drafts))
             return drafts
 
@@ -88,6 +91,7 @@ def test_fewer_drafts_are_verified_and_the_text_stays(name: str, params: Samplin
     # A chain ends with the first draft that is too unlikely; a block asks for fewer the next time.
     made = [sum(each.made) / len(each.made) for each in runs]
     assert made[-1] < made[0] - 1
+    assert (min(runs[-1].asked) == K) == (drafter().footprint.passes(K) > 1)
 
 
 def test_a_draft_model_stops_where_it_is_unsure() -> None:

@@ -20,7 +20,9 @@ from outrider.api.llm import LLM
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.sampling import SamplingParams
+from outrider.speculative.checkpoints.frequent import FREQUENT_TOKENS
 from outrider.training.average import average_drafters
+from outrider.training.export import WEIGHTS
 from outrider.training.run import train_for
 
 
@@ -86,6 +88,24 @@ def test_files_may_be_cut_and_all_count_the_same_by_default(average: Callable[..
         )
 
 
+def test_names_frequent_tokens_and_files_are_those_asked_for(tmp_path: Path) -> None:
+    names = two_drafters(tmp_path, "dflash")
+    foreign = another(tmp_path, names[0])
+    tensors = weights(foreign)
+    # As others call them, and with one that takes a file of its own.
+    extra = torch.zeros(1 << 19, dtype=torch.bfloat16)
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()} | {"x": extra}, foreign / WEIGHTS)
+    save_file(tensors | {"x": extra + 1}, Path(names[1]) / WEIGHTS)
+    (foreign / FREQUENT_TOKENS).write_text("[5,3,1]", "utf-8")
+    average_drafters([str(foreign), names[1]], tmp_path / "mean", shard_mib=1, report=quiet)
+    found = weights(tmp_path / "mean")
+    assert found.keys() == {"x", *(f"model.{name}" for name in tensors)}
+    assert torch.equal(found["x"], extra + 0.5)
+    assert (tmp_path / "mean" / FREQUENT_TOKENS).read_text("utf-8") == "[5,3,1]"
+    assert len(list((tmp_path / "mean").glob("model-*.safetensors"))) == 2
+    assert not (tmp_path / "mean" / WEIGHTS).exists()
+
+
 def another(tmp_path: Path, source: str) -> Path:
     copied = tmp_path / "another"
     shutil.copytree(source, copied)
@@ -105,18 +125,24 @@ def test_what_has_no_mean_is_refused(tmp_path: Path) -> None:
     assert "2 drafters and 3 shares" in refusal(*names, shares=(1, 1, 1))
     for share in (0.0, -1.0, float("nan"), float("inf")):
         assert "more than 0" in refusal(*names, shares=(1.0, share))
+    assert "their sum a number" in refusal(*names, shares=(1e308, 1e308))
     assert "name a new one" in refusal(*names, output=Path(names[1]))
     assert "name a new one" in refusal(*names, output=Path(names[1]) / "config.json")
+
+    assert "cannot be made" in refusal(*names, output=Path(names[1]) / "config.json" / "mean")
 
     copied = another(tmp_path, names[0])
     config = json.loads((copied / "config.json").read_text("utf-8"))
     (copied / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 39}), "utf-8")
     assert "differ in draft_vocab_size" in refusal(names[0], str(copied))
+    assert "differ in draft_vocab_size" in refusal(*names, str(copied))
     (copied / "config.json").write_text(json.dumps(config), "utf-8")
 
     tensors = load_file(copied / "model.safetensors")
     save_file(tensors | {"d2t": tensors["d2t"] + 1}, copied / "model.safetensors")
     assert "differ in d2t" in refusal(names[0], str(copied))
+    save_file(tensors | {"d2t": tensors["d2t"].float() + 1}, copied / "model.safetensors")
+    assert "differ in d2t" in refusal(str(copied), names[0])
     save_file(tensors | {"norm.weight": tensors["norm.weight"][:-1]}, copied / "model.safetensors")
     assert "differ in norm.weight" in refusal(names[0], str(copied))
     del tensors["norm.weight"]

@@ -168,9 +168,33 @@ def test_a_share_of_the_conversations_begins_with_first_words_that_the_target_fi
     # Whole words, never more than half of a prompt, and of every length up to that.
     beginnings = {" ".join(one.split(" ")[:words]) for one in said[:3] for words in range(1, 6)} | {"short"}
     assert {one.removeprefix("u") for one in begun} == beginnings
+    # Where others stand in for prompts, none of the prompts is left out.
+    whole = [text.tokenizer.decode(list(one.ids)) for one in openings if not one.invents]
+    assert all(set(whole[at : at + 4]) == {f"u{one}|a" for one in said} for at in range(0, len(whole) - 3, 4))
     write_conversations(replace(settings, begun=1.0, invented=0.0, count=3), tiny_target(), text, prompts, quiet)
     for tokens in read_corpus(tmp_path, vocab_size=256).tokens:
         assert re.match(r"u(short|([bcd])0( \2[1-4])*)x*\|ax+\|ux+\|a", text.tokenizer.decode(tokens.tolist()))
+
+
+@pytest.mark.usefixtures("brief")
+def test_first_words_of_any_prompt_leave_room_for_the_rest(tmp_path: Path) -> None:
+    settings = CorpusSettings(output=tmp_path, length=64, count=200, begun=1.0)
+
+    def beginnings(*said: str) -> set[str]:
+        text, prompts = chat_text(), [PromptLine(turns=(one,), category="y") for one in said]
+        openings = make_openings(settings, text, prompts)
+        assert max(len(one.ids) for one in openings) <= 48
+        write_conversations(replace(settings, count=3), tiny_target(), text, prompts, quiet)
+        return {text.tokenizer.decode(list(one.ids)).removeprefix("u") for one in openings}
+
+    # Words may stand on lines of their own, or behind blanks, and a text without any may be longer than a stream.
+    assert beginnings("  one\ntwo\t three  four") == {"one", "one\ntwo"}
+    assert beginnings("short", "b" * 500) == {"short", "b" * 47}
+    # No more than the first eight, however long the prompt; blanks alone are nothing to begin with.
+    long = " ".join("c" for _ in range(20))
+    assert beginnings(long, "  \n ") == {" ".join("c" * words) for words in range(1, 9)}
+    with pytest.raises(ConfigError, match="no prompt has a word"):
+        beginnings("  ", "\n")
 
 
 def test_greedy_answers_have_a_category_each_and_end_in_time(tmp_path: Path) -> None:

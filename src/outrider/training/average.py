@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.speculative.checkpoints.frequent import FREQUENT_TOKENS
 from outrider.speculative.checkpoints.source import OpenedDrafter, open_drafter
-from outrider.training.export import CARD, CONFIG, write_file, write_tensors
+from outrider.training.export import CARD, CONFIG, make_directory, write_file, write_tensors
 
 Report = Callable[[str], None]
 
@@ -38,8 +38,8 @@ def average_drafters(
     for other in drafters[1:]:
         _refuse_another_network(drafters[0], other)
     files = drafters[0].files
+    make_directory(output)
     tensors = {files.stored_name(name): _mean(drafters, shares, name) for name in files.tensors}
-    output.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, FREQUENT_TOKENS):
         if (files.path / name).exists():
             shutil.copyfile(files.path / name, output / name)
@@ -56,9 +56,11 @@ def _whole(names: Sequence[str], shares: Sequence[float] | None) -> list[float]:
         shares = [1.0] * len(names)
     if len(shares) != len(names):
         raise ConfigError(f"there are {len(names)} drafters and {len(shares)} shares; give one for each")
-    if not all(0 < share < math.inf for share in shares):
-        raise ConfigError("shares must be more than 0")
-    return [share / sum(shares) for share in shares]
+    whole = sum(shares)
+    # Each of them may be a number, and their sum too large for one.
+    if not all(share > 0 for share in shares) or not whole < math.inf:
+        raise ConfigError("shares must be more than 0, and their sum a number")
+    return [share / whole for share in shares]
 
 
 def _refuse_another_network(first: OpenedDrafter, other: OpenedDrafter) -> None:
@@ -75,7 +77,7 @@ def _refuse_another_network(first: OpenedDrafter, other: OpenedDrafter) -> None:
         name
         for name in here.tensors
         if name not in different
-        and not here.table(name).is_floating_point()
+        and not (here.table(name).is_floating_point() and there.table(name).is_floating_point())
         and not torch.equal(here.table(name), there.table(name))
     ]
     if different:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.errors import ConfigError
 from outrider.models.spec import DecoderSpec, RopeScaling, RopeSpec
 from outrider.speculative.checkpoints.frequent import FREQUENT_TOKENS
 from outrider.training.card import RunFacts, model_card
@@ -213,3 +214,10 @@ def write_file(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(path)
+
+
+def make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"{path} cannot be made: {problem}") from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -148,12 +150,18 @@ def make_openings(settings: CorpusSettings, text: ChatText, prompts: list[Prompt
     # Prompts that another question stands in for are not lost: the next conversation has them.
     turn = np.cumsum(~invents & ~begins) - 1
 
+    worded = [line for line in prompts if line.turns[0].strip()]
+    if settings.begun and not worded:
+        raise ConfigError("no prompt has a word that a question could begin with")
+
     def opening(number: int) -> Opening:
         if invents[number]:
             return own
         if begins[number]:
-            line = prompts[int(random.integers(len(prompts)))]
-            return Opening(ids=_ids(text, texts.before + _first_words(line.turns[0], random)), invents=True)
+            line = worded[int(random.integers(len(worded)))]
+            ids = _ids(text, texts.before + _first_words(line.turns[0], random))
+            # Where nothing is put between words, the first one may be a whole page.
+            return Opening(ids=ids[: int(settings.length * PROMPT_SHARE)], invents=True)
         return encoded[int(order[turn[number]])]
 
     return [replace(opening(number), temperature=float(chosen[number])) for number in range(wanted)]
@@ -161,8 +169,9 @@ def make_openings(settings: CorpusSettings, text: ChatText, prompts: list[Prompt
 
 def _first_words(prompt: str, random: np.random.Generator) -> str:
     """At most half of it: the rest is for the target to find."""
-    words = prompt.split(" ", maxsplit=2 * FIRST_WORDS)
-    return " ".join(words[: int(random.integers(1, max(2, min(FIRST_WORDS, len(words) // 2) + 1)))])
+    prompt = prompt.lstrip()
+    ends = [word.end() for word in islice(re.finditer(r"\S+", prompt), 2 * FIRST_WORDS)]
+    return prompt[: ends[int(random.integers(1, max(2, len(ends) // 2 + 1))) - 1]]
 
 
 def write_conversations(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from outrider.training.checkpoint import STATE_FILE, load_state, refuse_other_ru
 from outrider.training.corpus import read_note, shared_prompts
 from outrider.training.drafts import TokenChoices, choose_tokens, make_plan, most_frequent
 from outrider.training.evaluate import Evaluation, as_json, describe, read_evaluation
-from outrider.training.export import export_drafter
+from outrider.training.export import export_drafter, make_directory
 from outrider.training.initial import open_initial
 from outrider.training.lanes import open_lanes
 from outrider.training.settings import TrainSettings
@@ -119,7 +118,7 @@ def train_for(settings: TrainSettings, target: Target, *, report: Report, fresh:
         + _held_out_words(settings, len(source.held_out))
         + f", on {device_name(target.device)}"
     )
-    _make_directory(settings.output)
+    make_directory(settings.output)
     if state is not None:
         trainer.resume(state)
         report(f"goes on from step {trainer.step:,}")
@@ -185,10 +184,3 @@ def _held_out_words(settings: TrainSettings, count: int) -> str:
         return ""
     few = f" (a quarter, not {settings.holdout}: the rest is to learn from)" if count < settings.holdout else ""
     return f", {count} of them held out{few}"
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise ConfigError(f"{path} cannot be made: {problem}") from None
