@@ -53,7 +53,7 @@ def test_once_answers_and_compares_with_plain_steps(tiny: Outrider) -> None:
     marks = re.search(r"token by token: ([.+x*]+)$", run.out, re.MULTILINE)
     assert marks is not None
     assert len(marks[1]) == 16
-    assert re.search(r"\d\.\d× a plain step \(\d+\.\d ms\)", run.err)
+    assert re.search(r"\d\.\d× as fast as plain steps \(\d+\.\d ms\)", run.err)
 
 
 def test_without_speculation_there_is_nothing_to_compare(tiny: Outrider) -> None:

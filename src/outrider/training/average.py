@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ def average_drafters(
             shutil.copyfile(files.path / name, output / name)
     write_tensors(output, tensors, shard_mib=shard_mib)
     write_file(output / CARD, _card(names, shares).encode())
-    report(f"the mean of {len(names)} drafters is in {output}; measure it: outrider doctor --drafter {output}")
+    where = shlex.quote(str(output))
+    report(f"the mean of {len(names)} drafters is in {output}; measure it: outrider doctor --drafter {where}")
 
 
 def _whole(names: Sequence[str], shares: Sequence[float] | None) -> list[float]:

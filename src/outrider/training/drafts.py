@@ -117,10 +117,9 @@ def _draft_vocabulary(settings: TrainSettings, streams: Streams, vocab_size: int
 
 
 def most_frequent(streams: Streams, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that the assistant wrote, the most frequent first; at most two thirds of all there are, for with more
-    there is little to gain."""
-    used = len(np.unique(streams.tokens[streams.roles]))
-    return tuple(_by_frequency(streams, vocab_size)[: min(used, 2 * vocab_size // 3)])
+    """Two thirds of all tokens, for with more there is little to gain: those that the assistant wrote most come first.
+    Of the others, which a small corpus has many of, those with low numbers, for most tokenizers count in that order."""
+    return tuple(_by_frequency(streams, vocab_size)[: 2 * vocab_size // 3])
 
 
 def _by_frequency(streams: Streams, vocab_size: int) -> list[int]:

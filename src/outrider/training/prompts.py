@@ -53,6 +53,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f'{path} does not exist; prompts are lines of JSON with "prompt" or "turns"') from None
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as problem:
         raise ConfigError(f"{path} cannot be read: {problem}") from None
     # Not splitlines(): texts may hold other line ends than "\n" unescaped.

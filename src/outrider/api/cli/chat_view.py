@@ -103,7 +103,7 @@ def figures(turn: Turn) -> str:
 def speed_up(turn: Turn) -> str | None:
     if turn.speed_up is None or turn.plain_step_s is None:
         return None
-    return f"{turn.speed_up:.1f}× a plain step ({1000 * turn.plain_step_s:.1f} ms)"
+    return f"{turn.speed_up:.1f}× as fast as plain steps ({1000 * turn.plain_step_s:.1f} ms)"
 
 
 def print_figures(turn: Turn) -> None:

@@ -29,7 +29,8 @@ TRAIN_HELP = (
     "Train a drafter for a target.\n\n"
     "1. [bold]corpus[/bold]: the target writes conversations to learn from.\n\n"
     "2. [bold]held-out[/bold]: it answers other prompts greedily, to measure with.\n\n"
-    "3. [bold]dflash[/bold] or [bold]eagle3[/bold]: a drafter learns to foresee the target."
+    "3. [bold]dflash[/bold] or [bold]eagle3[/bold]: a drafter learns to foresee the target.\n\n"
+    "4. [bold]average[/bold], perhaps: the mean of one drafter and of another that went on from it."
 )
 CORPUS_HELP = (
     "Let the target write conversations to train on.\n\n"
@@ -48,8 +49,8 @@ CONTINUE_HELP = (
 DFLASH_HELP = f"Train a DFlash drafter: one pass drafts a whole block.{CONTINUE_HELP}"
 AVERAGE_HELP = (
     "Make the mean of several drafters of one network.\n\n"
-    "Runs that began with the same weights, each with data of its own, often accept more together than any of them "
-    "alone. [bold]outrider bench acceptance[/bold] tells."
+    "A drafter and others that went on from it, each with data of its own, often accept more together than any of "
+    "them alone. [bold]outrider bench acceptance[/bold] tells."
 )
 EAGLE3_HELP = f"Train an EAGLE-3 drafter: one layer drafts token by token.{CONTINUE_HELP}"
 
