@@ -105,13 +105,13 @@ class Decoder:
         key = (count, taps, scored)
         if key not in self._recorded:
             self._recorded[key] = self.ops.record(
-                tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores())
+                tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores(scored))
             )
         recorded = self._recorded[key]
         return self._run(tokens, layers, taps, scored) if recorded is None else recorded.run(tokens, rows)
 
-    def _room_for_scores(self) -> Tensor:
-        if self._scores is None:
+    def _room_for_scores(self, scored: tuple[int, int] | None) -> Tensor | None:
+        if scored is not None and self._scores is None:
             self._scores = torch.empty(RECORDED_ROWS_MAX, self.parameters.head.weight.shape[0])
         return self._scores
 

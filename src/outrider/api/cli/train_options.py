@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +18,8 @@ DATA = "Data"
 OPTIMISATION = "Optimisation"
 SPEED = "Speed"
 CARD = "Model card"
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,28 +158,25 @@ def _option(name: str) -> str:
 
 def tap_ids(text: str | None) -> tuple[int, ...] | None:
     """1,8,14: layer numbers from 0."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of layer numbers; write 1,8,14") from None
+    return None if text is None else _listed(text, int, "layer numbers", "1,8,14")
 
 
 def share_list(text: str | None) -> tuple[float, ...] | None:
-    """0.7,0.3"""
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of shares; write 0.7,0.3") from None
+    return None if text is None else _listed(text, float, "shares", "0.7,0.3")
 
 
 def temperature_shares(text: str) -> tuple[tuple[float, float], ...]:
     """0:0.8,0.6:0.2: temperature and share."""
+
+    def pair(part: str) -> tuple[float, float]:
+        heat, share = part.split(":")
+        return float(heat), float(share)
+
+    return _listed(text, pair, "temperatures with shares", "0:0.8,0.6:0.2")
+
+
+def _listed(text: str, read: Callable[[str], Item], what: str, example: str) -> tuple[Item, ...]:
     try:
-        pairs = [tuple(float(number) for number in part.split(":")) for part in text.split(",")]
-        return tuple((heat, share) for heat, share in pairs)
+        return tuple(read(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of temperatures with shares; write 0:0.8,0.6:0.2") from None
+        raise typer.BadParameter(f"{text!r} is no list of {what}; write {example}") from None
