@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
+from outrider.kernels.portable import GAMMA
 from outrider.models.parameters import DenseMLP
 from outrider.training.corpus import Streams
 from outrider.training.pooling import wide_logits
@@ -26,8 +27,9 @@ from outrider.training.target import OPS, Target, after_attention, queries_keys_
 
 PROMPT, ANSWER, TO_QUESTION, QUESTION, TO_ANSWER, IDLE = range(6)
 LENGTH_STEP = 128
-"""Attention reads a whole number of these; a graph is captured for each."""
+"""Without the fused kernels, attention reads a whole number of these."""
 WARMUP_STEPS = 3
+KEYS_OF_NOISE = 1 << 61
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +62,28 @@ class Opening:
 class Lockstep:
     """A fixed number of streams of a fixed length, with their keys and values."""
 
-    def __init__(self, target: Target, *, streams: int, length: int, conversation: Conversation, seed: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        streams: int,
+        length: int,
+        conversation: Conversation,
+        seed: int,
+        compiled: bool = False,
+    ) -> None:
+        """`compiled` takes a while, and pays for many streams."""
         self.target, self.streams, self.length, self.conversation = target, streams, length, conversation
         device, spec = target.device, target.spec
+        self._before, self._after = queries_keys_values, after_attention
+        if compiled and device.type == "cuda":
+            self._before = torch.compile(queries_keys_values, dynamic=False)
+            self._after = torch.compile(after_attention, dynamic=False)
         shape = (len(spec.layers), 2, streams, spec.kv_heads, length, spec.head_dim)
         self.kv = torch.zeros(shape, dtype=target.parameters.embedding.dtype, device=device)
-        # The device's own generator: graphs know how to move it on.
         torch.manual_seed(seed)
+        self.noise = torch.tensor(seed * GAMMA % KEYS_OF_NOISE, device=device)
+        """On a GPU: the key of the next step's noise."""
         self.tokens = torch.zeros(streams, length + 1, dtype=torch.int64, device=device)
         self.roles = torch.zeros(streams, length + 1, dtype=torch.bool, device=device)
         self.prompt_stop = torch.zeros(streams, dtype=torch.int64, device=device)
@@ -88,7 +105,7 @@ class Lockstep:
         self._end = torch.tensor(conversation.end, device=device)
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._question_temperature = torch.tensor(conversation.question_temperature, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._tables = {layer.rope: target.rotary(layer.rope, length) for layer in spec.layers}
         if any(layer.window is not None for layer in spec.layers):
             raise ConfigError("conversations cannot be generated for targets with sliding windows yet")
@@ -146,29 +163,30 @@ class Lockstep:
         if not self.tokens.is_cuda:
             self._step(reach)
             return
-        if reach not in self._graphs:
-            self._capture(reach)
-        self._graphs[reach].replay()
+        if self._graph is None:
+            self._graph = self._capture()
+        self._graph.replay()
 
-    def _capture(self, reach: int) -> None:
-        state = (self.tokens, self.roles, self.mode, self.given, self.said, self.position)
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        state = (self.tokens, self.roles, self.mode, self.given, self.said, self.position, self.noise)
         before = [tensor.clone() for tensor in state]
+
+        def restore() -> None:
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(old)
+
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARMUP_STEPS):
-                self._step(reach)
-                # Warm-up must not move on: it would leave the range that this graph serves.
-                for tensor, old in zip(state, before, strict=True):
-                    tensor.copy_(old)
+                self._step(self.length)
+                restore()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # They never run at once, so they may share their scratch memory.
-        with torch.cuda.graph(graph, pool=self._graphs[min(self._graphs)].pool() if self._graphs else None):
-            self._step(reach)
-        for tensor, old in zip(state, before, strict=True):
-            tensor.copy_(old)
-        self._graphs[reach] = graph
+        with torch.cuda.graph(graph):
+            self._step(self.length)
+        restore()
+        return graph
 
     def _step(self, reach: int) -> None:
         """Read the token at `position`, decide the one behind it."""
@@ -181,27 +199,40 @@ class Lockstep:
     def _logits(self, tokens: Tensor, reach: int) -> Tensor:
         target, spec = self.target, self.target.spec
         x = target.embed(tokens)
-        place = self.position.view(1)
+        rows = {rope: table.index_select(0, self.position.view(1)) for rope, table in self._tables.items()}
         for number, (layer, parameters) in enumerate(zip(spec.layers, target.parameters.layers, strict=True)):
             assert isinstance(parameters.mlp, DenseMLP)
             weights = tensors_of(parameters)
-            row = self._tables[layer.rope].index_select(0, place)
-            q, k, v = queries_keys_values(x[:, None], weights, row, spec)
-            keys, values = self.kv[number, 0], self.kv[number, 1]
-            keys.index_copy_(2, place, k.transpose(1, 2))
-            values.index_copy_(2, place, v.transpose(1, 2))
+            q, k, v = self._before(x[:, None], weights, rows[layer.rope], spec)
             # Query heads that share a key head become its rows.
-            grouped = q.view(self.streams, spec.kv_heads, -1, spec.head_dim)
-            attended = attend_one(grouped * spec.score_scale, keys, values, self.position, reach).flatten(1)
-            x = after_attention(x, attended, weights, spec)
+            grouped = q.view(self.streams, spec.kv_heads, -1, spec.head_dim) * spec.score_scale
+            attended = self._attend(grouped, k[:, 0], v[:, 0], self.kv[number], reach)
+            x = self._after(x, attended.flatten(1), weights, spec)
         return wide_logits(OPS.norm(x, target.parameters.final_norm, spec.norm_eps), target.head)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, reach: int) -> Tensor:
+        keys, values = kv.unbind()
+        if q.is_cuda:
+            from outrider.kernels.lockstep_triton import attend_one as attend_one_fused
+
+            return attend_one_fused(q, k, v, keys, values, self.position)
+        place = self.position.view(1)
+        keys.index_copy_(2, place, k[:, :, None])
+        values.index_copy_(2, place, v[:, :, None])
+        return attend_one(q, keys, values, self.position, reach)
 
     def _sample(self, logits: Tensor) -> Tensor:
         """Greedy at temperature 0, otherwise the largest of logits with Gumbel noise."""
-        asking = self.mode == QUESTION
-        temperature = torch.where(asking, self._question_temperature, self.temperature)[:, None]
+        temperature = torch.where(self.mode == QUESTION, self._question_temperature, self.temperature)
+        if logits.is_cuda:
+            from outrider.kernels.lockstep_triton import pick
+
+            sampled = pick(logits, temperature, self.noise)
+            self.noise += self.streams
+            return sampled
         noise = torch.empty_like(logits).exponential_().log_()
-        return torch.where(temperature > 0, logits - temperature * noise, logits).argmax(-1)
+        heat = temperature[:, None]
+        return torch.where(heat > 0, logits - heat * noise, logits).argmax(-1)
 
     def _place(self, sampled: Tensor) -> None:
         """Every stream's next token, by what the stream is doing, and what it does after."""

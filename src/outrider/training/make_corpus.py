@@ -189,6 +189,7 @@ def write_conversations(
         length=settings.length,
         conversation=conversation,
         seed=settings.seed,
+        compiled=True,
     )
     began = time.monotonic()
     written = 0

@@ -165,14 +165,14 @@ def best_and_sure(target: Target, final: Tensor, tokens: Tensor) -> tuple[Tensor
     following = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).flatten()
     best, sure = [], []
     for part, said in zip(final.flatten(0, 1).split(ARGMAX_ROWS), following.split(ARGMAX_ROWS), strict=True):
-        logits = wide_logits(part, target.head)
-        best.append(logits.argmax(-1))
-        sure.append(torch.exp(logits.gather(1, said[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)))
-    chosen = torch.cat(best).view(tokens.shape)
-    likely = torch.nan_to_num(torch.cat(sure)).view(tokens.shape)
+        chosen, likely = target.row_scores(wide_logits(part, target.head), said)
+        best.append(chosen)
+        sure.append(likely)
+    found = torch.cat(best).view(tokens.shape)
+    probable = torch.nan_to_num(torch.cat(sure)).view(tokens.shape)
     return (
-        torch.cat([torch.zeros_like(chosen[:, :1]), chosen[:, :-1]], dim=1),
-        torch.cat([torch.ones_like(likely[:, :1]), likely[:, :-1]], dim=1),
+        torch.cat([torch.zeros_like(found[:, :1]), found[:, :-1]], dim=1),
+        torch.cat([torch.ones_like(probable[:, :1]), probable[:, :-1]], dim=1),
     )
 
 

@@ -39,10 +39,12 @@ class Target:
         self.device = parameters.embedding.device
         self._tables: dict[tuple[RopeSpec, int], Tensor] = {}
         self._layer = dense_layer
+        self.row_scores = row_scores
 
     def compile(self) -> None:
         # One layer, not the whole network: every layer then runs the same compiled code.
         self._layer = torch.compile(dense_layer, dynamic=False)
+        self.row_scores = torch.compile(row_scores, dynamic=False)
 
     def rotary(self, rope: RopeSpec, positions: int) -> Tensor:
         key = (rope, positions)
@@ -125,6 +127,12 @@ def after_attention(x: Tensor, attended: Tensor, weights: tuple[Tensor | None, .
     gate, up = functional.linear(OPS.norm(x, mlp_norm, spec.norm_eps), gate_up).chunk(2, dim=-1)
     y = functional.linear(functional.silu(gate) * up, down)
     return x + (y if mlp_post_norm is None else OPS.norm(y, mlp_post_norm, spec.norm_eps))
+
+
+def row_scores(logits: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely token of each row, and how likely the token is that was said."""
+    likely = torch.exp(logits.gather(1, said[:, None])[:, 0] - torch.logsumexp(logits, dim=-1))
+    return logits.argmax(-1), likely
 
 
 def window_mask(positions: int, window: int, device: torch.device) -> Tensor:
