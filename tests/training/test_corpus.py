@@ -27,7 +27,7 @@ from outrider.training.corpus import (
     write_shard,
 )
 from outrider.training.generate import Lockstep
-from outrider.training.make_corpus import CorpusSettings, make_openings, write_conversations, write_greedy_answers
+from outrider.training.make_corpus import CorpusSettings, openings_of, write_conversations, write_greedy_answers
 from outrider.training.pooling import StreamSource, best_tokens
 from outrider.training.prompts import ChatText, PromptLine, read_prompts
 from outrider.training.run import train_for
@@ -141,7 +141,7 @@ def test_a_share_of_the_conversations_begins_with_an_invented_question(tmp_path:
     text = chat_text()
     prompts = [PromptLine(turns=(f"prompt {number}",), category="y") for number in range(10)]
     settings = CorpusSettings(output=tmp_path, length=40, count=20, invented=0.5)
-    openings = make_openings(settings, text, prompts)
+    openings = openings_of(settings, text, prompts)
     own = [one for one in openings if one.invents]
     assert 4 < len(own) < 16
     assert {tuple(one.ids) for one in own} == {tuple(text.tokenizer.encode("u", add_special_tokens=False))}
@@ -161,7 +161,7 @@ def test_a_share_of_the_conversations_begins_with_first_words_that_the_target_fi
     said = [" ".join(f"{letter}{number}" for number in range(10)) for letter in "bcd"] + ["short"]
     prompts = [PromptLine(turns=(one,), category="y") for one in said]
     settings = CorpusSettings(output=tmp_path, length=64, count=800, invented=0.25, begun=0.5)
-    openings = make_openings(settings, text, prompts)
+    openings = openings_of(settings, text, prompts)
     begun = [text.tokenizer.decode(list(one.ids)) for one in openings if one.invents and len(one.ids) > 1]
     assert 320 < len(begun) < 480
     assert 140 < sum(one.invents and len(one.ids) == 1 for one in openings) < 260
@@ -182,7 +182,7 @@ def test_first_words_of_any_prompt_leave_room_for_the_rest(tmp_path: Path) -> No
 
     def beginnings(*said: str) -> set[str]:
         text, prompts = chat_text(), [PromptLine(turns=(one,), category="y") for one in said]
-        openings = make_openings(settings, text, prompts)
+        openings = openings_of(settings, text, prompts)
         assert max(len(one.ids) for one in openings) <= 48
         write_conversations(replace(settings, count=3), tiny_target(), text, prompts, quiet)
         return {text.tokenizer.decode(list(one.ids)).removeprefix("u") for one in openings}

@@ -65,6 +65,21 @@ def test_an_output_that_is_a_file_is_refused(train: Callable[..., Done], tmp_pat
     assert_refused(train("--steps", 1), "is a file; --output must be a directory")
 
 
+@pytest.mark.parametrize("command", ["corpus", "held-out"])
+def test_where_nothing_could_be_written_nothing_is_computed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_target(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target was loaded for nothing")
+
+    monkeypatch.setattr("outrider.training.target.load_target", no_target)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n')
+    for output, text in ((prompts, "is a file; --output must be a directory"), (prompts / "below", "cannot be made")):
+        arguments = ("train", command, "--prompts", prompts, "--output", output)
+        assert_refused(run_main(monkeypatch, capsys, arguments, ""), text)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [

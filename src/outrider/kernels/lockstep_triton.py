@@ -10,7 +10,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-BLOCK_KEYS = 128
+BLOCK_KEYS = 64
 BLOCK_VOCAB = 4096
 FEWEST_ROWS = 16
 """Of a matrix product."""

@@ -219,5 +219,7 @@ def write_file(path: Path, content: bytes) -> None:
 def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{path} is a file; --output must be a directory") from None
     except OSError as problem:
-        raise ConfigError(f"{path} cannot be made: {problem}") from None
+        raise ConfigError(f"{path} cannot be made: {problem.strerror}") from None

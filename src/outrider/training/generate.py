@@ -75,6 +75,8 @@ class Lockstep:
         """`compiled` takes a while, and pays for many streams."""
         self.target, self.streams, self.length, self.conversation = target, streams, length, conversation
         device, spec = target.device, target.spec
+        self.fused = device.type == "cuda"
+        """Attention and sampling by the GPU's kernels."""
         self._before, self._after = queries_keys_values, after_attention
         if compiled and device.type == "cuda":
             self._before = torch.compile(queries_keys_values, dynamic=False)
@@ -83,7 +85,7 @@ class Lockstep:
         self.kv = torch.zeros(shape, dtype=target.parameters.embedding.dtype, device=device)
         torch.manual_seed(seed)
         self.noise = torch.tensor(seed * GAMMA % KEYS_OF_NOISE, device=device)
-        """On a GPU: the key of the next step's noise."""
+        """Of the fused kernels: the key of the next step's."""
         self.tokens = torch.zeros(streams, length + 1, dtype=torch.int64, device=device)
         self.roles = torch.zeros(streams, length + 1, dtype=torch.bool, device=device)
         self.prompt_stop = torch.zeros(streams, dtype=torch.int64, device=device)
@@ -212,7 +214,8 @@ class Lockstep:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, reach: int) -> Tensor:
         keys, values = kv.unbind()
-        if q.is_cuda:
+        if self.fused:
+            # Imported where it is used: machines without a GPU need not have Triton.
             from outrider.kernels.lockstep_triton import attend_one as attend_one_fused
 
             return attend_one_fused(q, k, v, keys, values, self.position)
@@ -224,7 +227,7 @@ class Lockstep:
     def _sample(self, logits: Tensor) -> Tensor:
         """Greedy at temperature 0, otherwise the largest of logits with Gumbel noise."""
         temperature = torch.where(self.mode == QUESTION, self._question_temperature, self.temperature)
-        if logits.is_cuda:
+        if self.fused:
             from outrider.kernels.lockstep_triton import pick
 
             sampled = pick(logits, temperature, self.noise)
@@ -275,20 +278,3 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, reach:
     scores = q @ keys[:, :, :reach].mT
     shares = torch.softmax(scores.float().masked_fill(unseen, float("-inf")), dim=-1)
     return shares.to(q.dtype) @ values[:, :, :reach]
-
-
-def generate_corpus(
-    lockstep: Lockstep,
-    openings: Sequence[Opening],
-    *,
-    each: Callable[[Streams, int], None],
-    progress: Callable[[int], None] = lambda _position: None,
-) -> None:
-    """All of them, a lockstep's worth at a time; `each` takes what is done and how many openings are left."""
-    size = lockstep.streams
-    for start in range(0, len(openings), size):
-        part = list(openings[start : start + size])
-        real = len(part)
-        part += part[:1] * (size - real)
-        streams = lockstep.run(part, progress=progress)
-        each(streams[slice(0, real)], len(openings) - start - real)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +14,14 @@ import numpy as np
 from outrider.errors import ConfigError
 from outrider.training.corpus import NOTE_FILE, CorpusNote, Streams, write_note, write_shard
 from outrider.training.evaluate import CATEGORIES_FILE
-from outrider.training.generate import Conversation, Lockstep, Opening, generate_corpus
+from outrider.training.generate import Conversation, Lockstep, Opening
+from outrider.training.openings import Openings, ids_of, turn_texts
 from outrider.training.prompts import ChatText, PromptLine
 from outrider.training.settings import SEEDS
 from outrider.training.target import Target, device_name
 
 Report = Callable[[str], None]
-# A stream must have room for an answer worth learning from.
-PROMPT_SHARE = 0.75
 PULSE_S = 15.0
-FIRST_WORDS = 8
-"""Of a prompt, at most, where the target finishes the question."""
-PROBE = ("first question", "an answer", "second question")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,37 +67,6 @@ class CorpusSettings:
             raise ConfigError(f"invented and begun are shares of one whole, got {self.invented} and {self.begun}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnTexts:
-    """What a chat template writes around turns."""
-
-    before: str
-    """In front of the first question."""
-    to_question: str
-    """From behind an answer's end token to the next question, and next from behind that question to the answer."""
-    to_answer: str
-    end: str
-    """The end token, which the turn before has already brought."""
-
-
-def turn_texts(text: ChatText) -> TurnTexts:
-    """Read off the chat template with a conversation of our own."""
-    question, answer, second = PROBE
-    first = [{"role": "user", "content": question}]
-    both = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": second}]
-    opening = text.template.render(first, add_generation_prompt=True)
-    whole = text.template.render(both, add_generation_prompt=True)
-    rest = whole.removeprefix(opening)
-    to_question, found, to_answer = rest.partition(second)
-    to_question = to_question.removeprefix(answer)
-    end = text.tokenizer.token(text.eos_ids[0]) or ""
-    if not found or rest == whole or not to_question.startswith(end) or not to_answer.startswith(end):
-        raise ConfigError("the chat template does not lay turns out one behind the other; write single answers instead")
-    return TurnTexts(
-        before=opening.partition(question)[0], to_question=to_question.removeprefix(end), to_answer=to_answer, end=end
-    )
-
-
 def conversation_of(text: ChatText, *, question_temperature: float, single: bool) -> Conversation:
     """The tokens between turns."""
     if not text.eos_ids:
@@ -114,64 +77,23 @@ def conversation_of(text: ChatText, *, question_temperature: float, single: bool
     texts = turn_texts(text)
     return Conversation(
         end=end,
-        to_question=tuple(_ids(text, texts.to_question)),
-        to_answer=tuple(_ids(text, texts.to_answer.removeprefix(texts.end))),
+        to_question=tuple(ids_of(text, texts.to_question)),
+        to_answer=tuple(ids_of(text, texts.to_answer.removeprefix(texts.end))),
         question_temperature=question_temperature,
     )
 
 
-def _ids(text: ChatText, part: str) -> list[int]:
-    return text.tokenizer.encode(part, add_special_tokens=False)
-
-
-def make_openings(settings: CorpusSettings, text: ChatText, prompts: list[PromptLine]) -> list[Opening]:
-    """In the order in which they are written; every prompt comes before any comes again."""
-    random = np.random.Generator(np.random.PCG64(settings.seed))
-    texts = turn_texts(text)
-    encoded = [
-        Opening(
-            ids=text.encode([{"role": "user", "content": line.turns[0]}]),
-            turns=[_ids(text, f"{texts.to_question}{turn}{texts.to_answer}") for turn in line.turns[1:]],
-        )
-        for line in prompts
-    ]
-    encoded = [one for one in encoded if len(one.ids) <= settings.length * PROMPT_SHARE]
-    if not encoded:
-        raise ConfigError(f"every prompt is too long for streams of {settings.length} tokens")
-    wanted = settings.count or len(encoded)
-    order = np.concatenate([random.permutation(len(encoded)) for _ in range(-(-wanted // len(encoded)))])[:wanted]
-    heats, shares = zip(*settings.temperatures, strict=True)
-    chosen = random.choice(heats, size=wanted, p=np.array(shares) / sum(shares))
-    kind = random.random(wanted)
-    invents, begins = kind < settings.invented, kind >= 1.0 - settings.begun
-    own = Opening(ids=_ids(text, texts.before), invents=True)
-    if settings.invented and not own.ids:
-        raise ConfigError("the chat template writes nothing in front of a question, so none can be invented")
-    # Prompts that another question stands in for are not lost: the next conversation has them.
-    turn = np.cumsum(~invents & ~begins) - 1
-
-    worded = [line for line in prompts if line.turns[0].strip()]
-    if settings.begun and not worded:
-        raise ConfigError("no prompt has a word that a question could begin with")
-
-    def opening(number: int) -> Opening:
-        if invents[number]:
-            return own
-        if begins[number]:
-            line = worded[int(random.integers(len(worded)))]
-            ids = _ids(text, texts.before + _first_words(line.turns[0], random))
-            # Where nothing is put between words, the first one may be a whole page.
-            return Opening(ids=ids[: int(settings.length * PROMPT_SHARE)], invents=True)
-        return encoded[int(order[turn[number]])]
-
-    return [replace(opening(number), temperature=float(chosen[number])) for number in range(wanted)]
-
-
-def _first_words(prompt: str, random: np.random.Generator) -> str:
-    """At most half of it: the rest is for the target to find."""
-    prompt = prompt.lstrip()
-    ends = [word.end() for word in islice(re.finditer(r"\S+", prompt), 2 * FIRST_WORDS)]
-    return prompt[: ends[int(random.integers(1, max(2, len(ends) // 2 + 1))) - 1]]
+def openings_of(settings: CorpusSettings, text: ChatText, prompts: list[PromptLine]) -> Openings:
+    return Openings(
+        text,
+        prompts,
+        length=settings.length,
+        count=settings.count,
+        temperatures=settings.temperatures,
+        invented=settings.invented,
+        begun=settings.begun,
+        seed=settings.seed,
+    )
 
 
 def write_conversations(
@@ -179,7 +101,7 @@ def write_conversations(
 ) -> int:
     """How many streams were written."""
     conversation = conversation_of(text, question_temperature=settings.question_temperature, single=False)
-    openings = make_openings(settings, text, prompts)
+    openings = openings_of(settings, text, prompts)
     if settings.source or settings.licence or not (settings.output / NOTE_FILE).exists():
         note = CorpusNote(source=settings.source, licence=settings.licence, written_by=target.name)
         write_note(settings.output, note)
@@ -191,25 +113,23 @@ def write_conversations(
         seed=settings.seed,
         compiled=True,
     )
+    progress = _Pulse(lockstep, report)
     began = time.monotonic()
     written = 0
-
-    def each(streams: Streams, left: int) -> None:
-        nonlocal written
+    while written < len(openings):
+        part = openings.part(written, written + lockstep.streams)
+        real = len(part)
+        streams = lockstep.run(part + part[:1] * (lockstep.streams - real), progress=progress)[slice(0, real)]
         path = write_shard(settings.output, streams)
-        written += len(streams)
+        written += real
         seconds = time.monotonic() - began
         report(
             f"{path.name}: {written:,} streams, {written * settings.length / seconds:,.0f} tokens/s, "
-            f"{streams.roles.mean():.0%} answers, {left:,} left"
+            f"{streams.roles.mean():.0%} answers, {len(openings) - written:,} left"
         )
         if settings.minutes is not None and seconds > settings.minutes * 60:
-            raise _TimeIsUp
-
-    try:
-        generate_corpus(lockstep, openings, each=each, progress=_Pulse(lockstep, report))
-    except _TimeIsUp:
-        report("time is up")
+            report("time is up")
+            break
     return written
 
 
@@ -227,10 +147,6 @@ class _Pulse:
         if now - self._told > PULSE_S:
             self._told = now
             self._report(f"token {position:,} of {self._lockstep.length:,}")
-
-
-class _TimeIsUp(Exception):
-    pass
 
 
 def write_greedy_answers(

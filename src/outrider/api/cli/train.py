@@ -123,7 +123,7 @@ def corpus(
         source=source,
         licence=licence,
     )
-    lines, text, model = _writer(prompts, target)
+    lines, text, model = _writer(prompts, output, target)
     write_conversations(settings, model, text, lines, _report)
 
 
@@ -139,12 +139,10 @@ def held_out(
 ) -> None:
     from outrider.training.make_corpus import CorpusSettings, write_greedy_answers
 
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{output} is a file; --output must be a directory")
-    if output.exists() and any(output.iterdir()):
+    if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; categories of several runs would be mixed up")
     settings: CorpusSettings = CorpusSettings(output=output, length=length)
-    lines, text, model = _writer(prompts, target)
+    lines, text, model = _writer(prompts, output, target)
     write_greedy_answers(settings, model, text, lines, _report, tokens=max_tokens)
 
 
@@ -239,7 +237,8 @@ def average(
     average_drafters(drafters, output, shares=share_list(shares), shard_mib=shard_mib, report=_report)
 
 
-def _writer(prompts: Path, options: TargetOptions) -> tuple[list[PromptLine], ChatText, Target]:
+def _writer(prompts: Path, output: Path, options: TargetOptions) -> tuple[list[PromptLine], ChatText, Target]:
+    from outrider.training.export import make_directory
     from outrider.training.prompts import load_chat_text, read_prompts
     from outrider.training.run import pick_device, target_dtype
     from outrider.training.target import load_target
@@ -247,5 +246,7 @@ def _writer(prompts: Path, options: TargetOptions) -> tuple[list[PromptLine], Ch
     lines = read_prompts(prompts)
     text = load_chat_text(options.model)
     device = pick_device(options.device)
+    # Before anything is computed that could then not be kept.
+    make_directory(output)
     _report(f"loading {options.model}")
     return lines, text, load_target(options.model, dtype=target_dtype(device, options.dtype), device=device)
