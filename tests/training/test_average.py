@@ -67,7 +67,8 @@ def test_every_weight_is_the_mean_and_the_drafter_runs(method: str, tmp_path: Pa
     assert (tmp_path / "mean" / "config.json").read_bytes() == (tmp_path / "first" / "config.json").read_bytes()
     assert not (tmp_path / "mean" / "evaluation.json").exists()
     card = (tmp_path / "mean" / "README.md").read_text("utf-8")
-    assert f"- 75.0% {json.dumps(names[0])}" in card
+    assert '- 75.0% "first"\n- 25.0% "second"\n' in card
+    assert str(tmp_path) not in card
     speculation = SpeculativeConfig(method=method, model=str(tmp_path / "mean"), num_speculative_tokens=3)
     engines = tiny_engine(tiny_loaded(), speculative_config=speculation), tiny_engine(tiny_loaded())
     prompts, params = [list(range(1, PROMPT + 1))], SamplingParams(temperature=0, max_tokens=12)
@@ -154,3 +155,22 @@ def test_shares_that_are_no_numbers_are_refused(average: Callable[..., Done], tm
     done = average("a", "b", "--output", tmp_path / "mean", "--shares", "half,half")
     assert done.status == 2
     assert "write 0.7,0.3" in done.err
+
+
+def test_the_card_repeats_what_all_cards_say(tmp_path: Path) -> None:
+    names = two_drafters(tmp_path, "dflash", licence="Apache-2.0")
+    second = Path(names[1]) / "README.md"
+
+    def card(output: str) -> list[str]:
+        average_drafters(names, tmp_path / output, report=quiet)
+        return (tmp_path / output / "README.md").read_text("utf-8").split("\n---")[0].splitlines()
+
+    tags, model = "tags: [speculative-decoding, draft-model]", f'base_model: "{tiny_target().name}"'
+    second.write_text(second.read_text("utf-8").replace('license: "Apache-2.0"', 'license: "apache-2.0"'))
+    assert card("alike") == ["---", 'license: "Apache-2.0"', model, tags]
+    second.write_text(second.read_text("utf-8").replace('license: "apache-2.0"', 'license: "MIT"'))
+    assert card("other") == ["---", model, tags]
+    second.write_text("# No front matter\n\nlicense: MIT\n")
+    assert card("plain") == ["---", tags]
+    second.unlink()
+    assert card("none") == ["---", tags]

@@ -45,7 +45,7 @@ def average_drafters(
         if (files.path / name).exists():
             shutil.copyfile(files.path / name, output / name)
     write_tensors(output, tensors, shard_mib=shard_mib)
-    write_file(output / CARD, _card(names, shares).encode())
+    write_file(output / CARD, _card(drafters, shares).encode())
     where = shlex.quote(str(output))
     report(f"the mean of {len(names)} drafters is in {output}; measure it: outrider doctor --drafter {where}")
 
@@ -99,10 +99,40 @@ def _mean(drafters: Sequence[OpenedDrafter], shares: Sequence[float], name: str)
     return total.to(first.dtype)
 
 
-def _card(names: Sequence[str], shares: Sequence[float]) -> str:
-    parts = "\n".join(f"- {share:.1%} {json.dumps(name)}" for name, share in zip(names, shares, strict=True))
-    return (
-        "---\ntags: [speculative-decoding, draft-model]\n---\n\n# A mean of drafters\n\n"
-        "`outrider train average` made it from the weights of these, in these shares; their cards say what they "
-        f"learnt from and under which licence:\n\n{parts}\n\nNothing has been measured yet.\n"
+def _card(drafters: Sequence[OpenedDrafter], shares: Sequence[float]) -> str:
+    # Where they lie here is nobody's business elsewhere.
+    parts = "\n".join(
+        f"- {share:.1%} {json.dumps(drafter.files.path.name, ensure_ascii=False)}"
+        for drafter, share in zip(drafters, shares, strict=True)
     )
+    return "\n".join(
+        [
+            *("---", *_agreed([drafter.files.path / CARD for drafter in drafters])),
+            "tags: [speculative-decoding, draft-model]\n---\n\n# A mean of drafters\n",
+            "`outrider train average` made it from the weights of these, in these shares; their cards say what they "
+            f"learnt from and under which licence:\n\n{parts}\n\nNothing has been measured yet.\n",
+        ]
+    )
+
+
+def _agreed(cards: Sequence[Path]) -> list[str]:
+    """Target and licence, where all cards name the same."""
+    found = [_front_matter(card) for card in cards]
+    return [
+        f"{name}: {found[0][name]}"
+        for name in ("license", "base_model")
+        if len({fields.get(name, "").casefold() for fields in found}) == 1 and found[0].get(name)
+    ]
+
+
+def _front_matter(card: Path) -> dict[str, str]:
+    """The lines of the form "name: value" between the dashes at the top."""
+    try:
+        text = card.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    opening, _, rest = text.partition("---\n")
+    if opening or not rest:
+        return {}
+    pairs = (line.partition(":") for line in rest.partition("\n---")[0].splitlines())
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
