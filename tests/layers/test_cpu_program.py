@@ -88,6 +88,9 @@ def steps(of: Decoder) -> list[torch.Tensor]:
         hidden = of.forward(tokens, layers, taps=(0, 1), scored=(count // 2, len(tokens)))
         assert hidden.logits is not None
         assert torch.equal(hidden.logits, of.logits(hidden.final[count // 2 :]))
+        assert (hidden.greatest is None) == (of.spec.logit_softcap is not None or not of.ops.records)  # type: ignore[attr-defined]
+        if hidden.greatest is not None:
+            assert hidden.greatest.read()[0] == hidden.logits.argmax(dim=-1).tolist()
         seen += [hidden.final.clone(), hidden.taps.clone(), hidden.logits.clone()]
     return seen + [each.keys for each in kv] + [each.values for each in kv]
 
@@ -102,9 +105,10 @@ GEMMA = {"post_norms": True, "qk_norm": True, "activation": Activation.GELU_TANH
         {"windows": (6, None, 20)},
         {"post_norms": True},
         {**GEMMA, "windows": (6, 6, None), "attention_softcap": 2.0, "query_scale": 0.2},
+        {"logit_softcap": 0.01},
         {"sinks": True, "windows": (6, None, 6), "activation": Activation.CLAMPED_SWIGLU},
     ],
-    ids=["plain", "windows", "post norms", "as Gemma", "sinks"],
+    ids=["plain", "windows", "post norms", "as Gemma", "capped", "sinks"],
 )
 def test_recorded_steps_are_the_same_to_the_last_bit(changes: dict[str, object]) -> None:
     recorded, called = Calls(records=True), Calls(records=False)
@@ -126,9 +130,12 @@ def test_results_stay_while_another_decoder_runs() -> None:
 
     for token in (1, 2):
         results = step(target, target_kv, token)
-        kept = [each.clone() for each in results if each is not None]
+        kept = [each.clone() for each in results[:3] if each is not None]
+        found = results.greatest.read() if results.greatest is not None else None
         others = step(drafter, drafter_kv, token + 2)
-        for one, before, other in zip(results, kept, others, strict=True):
+        assert results.greatest is not None
+        assert results.greatest.read() == found
+        for one, before, other in zip(results[:3], kept, others[:3], strict=True):
             assert one is not None
             assert other is not None
             assert torch.equal(one, before)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import jobs
+from outrider.kernels.greatest import OUT_WORDS
 from outrider.kernels.pool import ENTER, PROGRAM_WORDS, RUN_COPY, RUN_PROGRAM
 from outrider.layers.attention import AttentionRows
-from outrider.layers.ops import Recorded
+from outrider.layers.ops import Greatest, Recorded, Result
 
 _ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
 _STEP = struct.Struct("8q")
@@ -35,6 +36,18 @@ class Words:
 class Job(Words):
     def __init__(self) -> None:
         super().__init__(jobs.WORDS)
+
+
+class Found(Words, Greatest):
+    """Filled in by `kernels/greatest.py`."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(OUT_WORDS * rows)
+        self._layout = struct.Struct("qf4x" * rows)
+
+    def read(self) -> tuple[list[int], list[float]]:
+        numbers = self._layout.unpack(self.words)
+        return list(numbers[::2]), list(numbers[1::2])
 
 
 class Step(Words):
@@ -80,7 +93,7 @@ def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).contiguous()
 
 
-class Program(Recorded):
+class Program(Recorded[Result]):
     """What was recorded, with all memory that it uses."""
 
     def __init__(self, pool: int, x: Tensor) -> None:
@@ -92,17 +105,18 @@ class Program(Recorded):
         self._buffers: list[tuple[Tensor, weakref.ref[Tensor]]] = []
         self._steps: list[tuple[int, Step]] = []
         self._known: dict[int, Step] = {}
-        self._results: list[Tensor] = []
+        self._results: list[Result] = []
+        """One, once it is recorded."""
         self._list: Words | None = None
 
     # --- while it is recorded -----------------------------------------------------------------------
 
-    def record(self, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    def record(self, rows: Sequence[AttentionRows], body: Callable[[Tensor], Result]) -> None:
         for number, each in enumerate(rows):
             if id(each) not in self._known:
                 self._known[id(each)] = step = Step()
                 self._steps.append((number, step))
-        self._results = list(body(self._x))
+        self._results = [body(self._x)]
         self._list = Words(PROGRAM_WORDS * len(self._entries))
         self._list.words[:] = b"".join(self._entries)
         # The caller's rows end with its step.
@@ -148,7 +162,7 @@ class Program(Recorded):
 
     # --- and when it runs ---------------------------------------------------------------------------
 
-    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> list[Tensor]:
+    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> Result:
         assert self._list is not None
         if self._numbers_end is not None:
             check_numbers(x, self._numbers_end)
@@ -156,7 +170,7 @@ class Program(Recorded):
         for number, step in self._steps:
             step.set(rows[number])
         ENTER.call(self._pool, self._list.address, RUN_PROGRAM, len(self._entries))
-        return self._results
+        return self._results[0]
 
 
 def check_numbers(numbers: Tensor, end: int) -> None:

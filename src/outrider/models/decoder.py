@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ability, Ops, Recorded
+from outrider.layers.ops import Ability, Greatest, Ops, Recorded
 from outrider.layers.rope import rotary_table
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
 from outrider.models.spec import DecoderSpec, RopeSpec
@@ -34,7 +34,9 @@ class Hidden(NamedTuple):
     taps: Tensor
     """Hidden states that leave the tapped layers, side by side in the order asked for: [rows, taps * hidden]."""
     logits: Tensor | None
-    """Of the rows asked for."""
+    """Of the rows asked for, in float32."""
+    greatest: Greatest | None = None
+    """Of these logits, where they were looked for in the same pass."""
 
 
 class Decoder:
@@ -46,7 +48,7 @@ class Decoder:
         embedding = self.parameters.embedding
         # Which experts run depends on the rows.
         self._recordable = all(layer.experts is None for layer in spec.layers)
-        self._recorded: dict[Hashable, Recorded | None] = {}
+        self._recorded: dict[Hashable, Recorded[Hidden] | None] = {}
         """By number of rows, taps and rows that are scored."""
         self._scores: Tensor | None = None
         """Logits of what is recorded: large, so all of it shares them."""
@@ -86,14 +88,15 @@ class Decoder:
     ) -> Hidden:
         """Run the rows of a step. Tap i is the residual stream after layer i. `scored`: the rows [first, end) whose
         logits are wanted; scoring them in the same pass is quicker than afterwards."""
-        final, tapped, *logits = self._pass(tokens, layers, tuple(taps), scored)
-        return Hidden(final, tapped, self._capped(logits[0]) if logits else None)
+        hidden = self._pass(tokens, layers, tuple(taps), scored)
+        if self.spec.logit_softcap is None or hidden.logits is None:
+            return hidden
+        return hidden._replace(logits=self._capped(hidden.logits))
 
     def _pass(
         self, tokens: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...], scored: tuple[int, int] | None
-    ) -> Sequence[Tensor]:
-        """What leaves the last layer, the taps, and what leaves the head. Recorded once for each number of rows where
-        that is faster."""
+    ) -> Hidden:
+        """With logits that are not capped yet. Recorded once for each number of rows where that is faster."""
         count = tokens.shape[0]
         if count > RECORDED_ROWS_MAX or not self._recordable:
             return self._run(tokens, layers, taps, scored)
@@ -122,7 +125,7 @@ class Decoder:
         taps: tuple[int, ...],
         scored: tuple[int, int] | None,
         room: Tensor | None = None,
-    ) -> list[Tensor]:
+    ) -> Hidden:
         spec, ops = self.spec, self.ops
         x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
         width = spec.hidden_size
@@ -137,9 +140,11 @@ class Decoder:
                     # Later layers may write over it.
                     ops.copy(x, tapped[:, place_of_tap * width : (place_of_tap + 1) * width])
         if scored is None:
-            return [x, tapped]
+            return Hidden(x, tapped, None)
         first, end = scored
-        return [x, tapped, self._score(x[first:end], None if room is None else room[: end - first])]
+        logits = self._score(x[first:end], None if room is None else room[: end - first])
+        # Capping makes neighbours equal, and then another one is the first.
+        return Hidden(x, tapped, logits, ops.greatest(logits) if spec.logit_softcap is None else None)
 
     def feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
         """The second half of a layer, residual included."""
@@ -158,10 +163,10 @@ class Decoder:
 
     def _score(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         head, norm = self.parameters.head, self.parameters.final_norm
-        return self.ops.project(hidden, head, norm=norm, eps=self.spec.norm_eps, out=out)
+        scores = self.ops.project(hidden, head, norm=norm, eps=self.spec.norm_eps, out=out)
+        return scores if scores.dtype is torch.float32 else scores.float()
 
-    def _capped(self, scores: Tensor) -> Tensor:
-        logits = scores if scores.dtype is torch.float32 else scores.float()
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.errors import RequestError
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
-from outrider.layers.ops import Ops
+from outrider.layers.ops import Greatest, Ops
 from outrider.layers.rows import Rows, Span
 from outrider.layers.torch_threads import torch_threads
 from outrider.models.decoder import Decoder, Hidden, LayerKV
@@ -201,12 +201,12 @@ class Runner:
                 self._score_prompt(request, row, first, hidden.final, result)
         if not wanted.draws:
             return [() for _ in step_rows], {}
-        logits = hidden.logits
+        logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._target.logits(hidden.final[torch.tensor(wanted.places, device=self.device)])
         if len(wanted.spread) > len(wanted.places):
-            logits = logits[torch.tensor(wanted.spread, device=self.device)]
-        sampled = self._sampler.sample(logits, wanted.draws)
+            logits, found = logits[torch.tensor(wanted.spread, device=self.device)], None
+        sampled = self._sampler.sample(logits, wanted.draws, found=found)
         return self._verdicts(step_rows, sampled.tokens, sampled.logprobs, sampled.failed, result)
 
     def _verdicts(
@@ -330,14 +330,21 @@ class Runner:
                     self._watch.propose_writes(name, row_wanted.v, drafts)
         return tuple(len(self.requests[row.request].drafts) for row in step_rows)
 
-    def _draw(self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary) -> list[int]:
-        """Drafts are drawn with the target's processors and noise, so that they agree as often as they can."""
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[DrawRow],
+        vocabulary: DraftVocabulary,
+        found: Greatest | None = None,
+    ) -> list[int]:
+        """Drafts are drawn with the target's processors and noise, so that they agree as often as they can. `found`:
+        the largest of these logits, where somebody has looked already."""
         draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
         if self.least_confidence:
             for row, share in zip(rows, largest_shares(logits, self.ops), strict=True):
                 self.requests[row.request.id].drafted(share)
         if vocabulary.target_ids is not None and all(draw.state.greedy and not draw.edited for draw in draws):
-            return vocabulary.ids(largest(logits)[0])
+            return vocabulary.ids((largest(logits) if found is None else found.read())[0])
         # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.
         sampled = self._sampler.sample(vocabulary.spread(logits), draws, logprobs=False)
         return [max(token, 0) for token in sampled.tokens]

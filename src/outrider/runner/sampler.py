@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider.errors import RequestError
 from outrider.kernels.portable import row_key
+from outrider.layers.ops import Greatest
 from outrider.runner.draw import DrawSettings, draw, draw_compiled, draw_fused
 from outrider.runner.edits import edit
 from outrider.runner.logprobs import TokenLogprobs, token_logprobs
@@ -54,23 +55,26 @@ class Sampler:
         self.device = torch.device(device)
         self._draw = {"cpu": draw_compiled, "cuda": draw_fused}.get(self.device.type, draw)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True) -> Sampled:
-        """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for."""
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True, found: Greatest | None = None
+    ) -> Sampled:
+        """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for.
+        `found`: the largest of each row, where somebody has looked already."""
         assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
         if not rows:
             return Sampled(tokens=[], logprobs=[])
         # A broken row is seen before a mask can hide what is broken.
-        tokens, values = largest(logits)
+        tokens, values = largest(logits) if found is None else found.read()
         failed = {i: _broken(value) for i, value in enumerate(values) if not math.isfinite(value)}
         changed = [i for i, row in enumerate(rows) if i not in failed and (not row.state.greedy or row.edited)]
         if changed:
             self._process(logits, rows, changed, tokens, failed)
         for i in failed:
             tokens[i] = FAILED
-        found: list[TokenLogprobs | None] = [None] * len(rows)
+        scores: list[TokenLogprobs | None] = [None] * len(rows)
         if logprobs:
-            found = _logprobs(logits, rows, tokens)
-        return Sampled(tokens=tokens, logprobs=found, failed=failed)
+            scores = _logprobs(logits, rows, tokens)
+        return Sampled(tokens=tokens, logprobs=scores, failed=failed)
 
     def _process(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.intervals import Interval
 from outrider.layers.attention import PagedKV
+from outrider.layers.ops import Greatest
 from outrider.layers.rows import RowBuilder
 from outrider.models.kv_groups import LayerGroups
 from outrider.speculative.vocabulary import DraftVocabulary
@@ -67,6 +68,13 @@ class DrawRow(NamedTuple):
     before: tuple[int, ...]
 
 
+class Draw(Protocol):
+    def __call__(
+        self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary, found: Greatest | None = None, /
+    ) -> list[int]:
+        """`found`: the largest of these logits, where somebody has looked already."""
+
+
 class DraftServices(NamedTuple):
     """What the runner lends to a drafter once memory is laid out."""
 
@@ -75,7 +83,7 @@ class DraftServices(NamedTuple):
     """The drafter's groups in the layout."""
     kv: tuple[PagedKV, ...]
     """Per layer of the drafter."""
-    draw: Callable[[Tensor, Sequence[DrawRow], DraftVocabulary], list[int]]
+    draw: Draw
     """Choose as the target would if these were its logits: the same processors, the same noise."""
     worth_going_on: Callable[[DraftedRequest], bool]
     """Whether the drafts drawn for it so far are likely enough that a further one may count."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.kv.groups import Sliding
 from outrider.layers.attention import AttentionRows
-from outrider.layers.ops import Recorded
+from outrider.layers.ops import Greatest, Recorded
 from outrider.layers.rows import Span
 from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerKV
 from outrider.models.kv_groups import LayerGroups, layer_groups
@@ -94,7 +94,7 @@ class DFlash(Drafter):
         self.footprint = footprint_for("dflash", shape)
         self.usual_k = spec.block_size - 1
         self._services: DraftServices | None = None
-        self._recorded: dict[int, Recorded | None] = {}
+        self._recorded: dict[int, Recorded[None] | None] = {}
         """Feeding, by number of rows."""
 
     def bind(self, services: DraftServices) -> None:
@@ -128,7 +128,7 @@ class DFlash(Drafter):
         else:
             recorded.run(taken, places)
 
-    def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> Sequence[Tensor]:
+    def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> None:
         """Keys and values of context rows, to their slots in every layer."""
         assert self._services is not None
         body, ops = self.spec.body, self._decoder.ops
@@ -137,7 +137,6 @@ class DFlash(Drafter):
         # [layers, rows, keys and values]
         for number, pair in enumerate(pairs.view(len(taps), -1, 2 * body.kv_size).unbind(1)):
             ops.store(pair, self._decoder.attention[number], self._services.kv[number], places[number])
-        return ()
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         services = self._services
@@ -163,16 +162,20 @@ class DFlash(Drafter):
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
         hidden = self._decoder.forward(block.tokens, layers, scored=together)
-        logits = hidden.logits
+        logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
-        return draw_block(services, rows, logits, self._vocabulary)
+        return draw_block(services, rows, logits, self._vocabulary, found)
 
 
 def draw_block(
-    services: DraftServices, rows: Sequence[ProposeRow], logits: Tensor, vocabulary: DraftVocabulary
+    services: DraftServices,
+    rows: Sequence[ProposeRow],
+    logits: Tensor,
+    vocabulary: DraftVocabulary,
+    found: Greatest | None = None,
 ) -> list[list[int]]:
-    """k drafts for each row from k logits each, lying one after the other.
+    """k drafts for each row from k logits each, lying one after the other. `found`: the largest of them, if known.
 
     All are known at once, so all are drawn at once, but for requests whose draws depend on earlier drafts.
     """
@@ -196,7 +199,7 @@ def draw_block(
         if len(wanted) < len(logits):
             drawn = services.draw(logits[torch.tensor(wanted, device=logits.device)], draws, vocabulary)
         else:
-            drawn = services.draw(logits, draws, vocabulary)
+            drawn = services.draw(logits, draws, vocabulary, found)
         for (number, _draft), token in zip(places, drawn, strict=True):
             drafts[number].append(token)
 
