@@ -152,6 +152,28 @@ def test_a_token_that_is_none_is_refused_by_what_is_recorded_too() -> None:
         one_step(of, kv, 3)
 
 
+def test_what_comes_in_is_read_where_it_lies() -> None:
+    """The same tensor with other numbers in it, other tensors, and such as lie otherwise: in turn."""
+    results = []
+    for records in (True, False):
+        of = decoder(Calls(records=records))
+        given = rows([5], 3, None)
+        layers = [LayerKV(place, given) for place in caches(of)]
+        same, other, wide = torch.tensor([1, 2, 3]), torch.tensor([7, 8, 9]), torch.tensor([[4, 0], [5, 0], [6, 0]])
+        seen = []
+        for tokens in (same, same, other, same, wide[:, 0], same, wide[:, 0], same.int(), same):
+            same += 3
+            given.positions.add_(1)
+            wide += 1
+            seen.append(of.forward(tokens, layers).final.clone())
+        same[1] = of.spec.vocab_size
+        with pytest.raises(IndexError, match="found"):
+            of.forward(same, layers)
+        results.append(seen)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_memory_is_used_again_within_a_pass() -> None:
     """Results of a layer are gone when the next one runs, so 12 layers need no more than 3."""
     sizes = []
@@ -159,7 +181,7 @@ def test_memory_is_used_again_within_a_pass() -> None:
         of = decoder(Calls(records=True), windows=(None,) * count)
         layers = [LayerKV(place, rows([5], 1, None)) for place in caches(of)]
         of.forward(torch.tensor([1]), layers)
-        (program,) = of._recorded.values()
+        ((program, _layers, _rows),) = of._recorded.values()
         sizes.append(sum(isinstance(kept, torch.Tensor) and kept.shape[0] == 1 for kept in program._kept))
     assert sizes[0] == sizes[1]
 

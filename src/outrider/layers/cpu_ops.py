@@ -108,7 +108,7 @@ class NumbaOps(Ops):
     def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
         count, (end, k) = tokens.shape[0], embedding.shape
         if self._program is None:
-            check_numbers(tokens, end)
+            check_numbers(tokens.tolist(), end)
             tokens = tokens.to(torch.int64).contiguous()
         else:
             self._program.numbers(end)
@@ -389,7 +389,7 @@ class NumbaOps(Ops):
         if self._program is not None:
             return self._program.step(rows)
         known = self._steps.get(id(rows))
-        if known is not None and known[0] is rows:
+        if known is not None and known[1].holds(rows):
             return known[1]
         if len(self._steps) >= _STEPS_CACHED_MAX:
             self._steps.clear()

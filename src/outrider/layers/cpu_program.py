@@ -23,6 +23,7 @@ from outrider.layers.ops import Greatest, Recorded, Result
 
 _ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
 _STEP = struct.Struct("8q")
+_WORD = struct.Struct("q")
 
 
 class Words:
@@ -55,16 +56,17 @@ class Step(Words):
 
     def __init__(self) -> None:
         super().__init__(8)
-        self._given: tuple[Tensor, ...] = ()
+        self._rows: AttentionRows | None = None
         self._kept: list[Tensor] = []
-        self._in_place = False
-        """What was given is what is read, with nothing converted."""
+
+    def holds(self, rows: AttentionRows) -> bool:
+        """They were set and nothing was converted for it: whatever numbers are in them now are those that are read."""
+        return rows is self._rows
 
     def set(self, rows: AttentionRows) -> None:
+        # Unknown in between: an interrupt may come at any line.
+        self._rows = None
         given = (rows.tables, rows.positions, rows.slots, rows.sequence, rows.first_key, rows.stop_key)
-        if self._in_place and all(one is other for one, other in zip(given, self._given, strict=True)):
-            # Only the numbers in them are new.
-            return
         tables, *longs = kept = [
             _laid_out(tensor, torch.int64 if number else torch.int32) for number, tensor in enumerate(given)
         ]
@@ -82,8 +84,7 @@ class Step(Words):
             stop_key,
         )
         self._kept = kept
-        self._given = given
-        self._in_place = all(one is other for one, other in zip(given, kept, strict=True))
+        self._rows = rows if all(one is other for one, other in zip(given, kept, strict=True)) else None
 
 
 def _laid_out(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,8 +99,16 @@ class Program(Recorded[Result]):
 
     def __init__(self, pool: int, x: Tensor) -> None:
         self._pool = pool
-        self._x = torch.zeros_like(x)
+        self._x = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        """What comes in, while it is recorded; afterwards, what comes in some other form is copied here."""
+        self._given: Tensor | None = None
+        """What came in last, if it is read where it lies."""
+        self._x_address = 0
+        self._x_places: list[tuple[memoryview, int, int]] = []
+        """Where addresses in it are written down: memory, byte, and how far into it."""
+        self._jobs: list[Job] = []
         self._numbers_end: int | None = None
+        self._numbers: Sequence[int] = ()
         self._entries: list[bytes] = []
         self._kept: list[object] = []
         self._buffers: list[tuple[Tensor, weakref.ref[Tensor]]] = []
@@ -119,16 +128,27 @@ class Program(Recorded[Result]):
         self._results = [body(self._x)]
         self._list = Words(PROGRAM_WORDS * len(self._entries))
         self._list.words[:] = b"".join(self._entries)
+        self._find_x()
         # The caller's rows end with its step.
         self._known.clear()
         self._buffers.clear()
+
+    def _find_x(self) -> None:
+        """An address is known by its size: no number that a kernel is told comes near one."""
+        self._x_address = first = self._x.data_ptr()
+        end = first + self._x.numel() * self._x.element_size()
+        assert self._list is not None
+        for words in (self._list.words, *(job.words for job in self._jobs)):
+            for at, word in enumerate(words.cast("q")):
+                if first <= word < end:
+                    self._x_places.append((words, 8 * at, word - first))
 
     def add(self, what: int, job: int, parameter: int, count: int = 0) -> None:
         self._entries.append(_ENTRY.pack(what, job, parameter, count))
 
     def job(self) -> Job:
         job = Job()
-        self._kept.append(job)
+        self._jobs.append(job)
         return job
 
     def keep(self, thing: object) -> None:
@@ -164,18 +184,37 @@ class Program(Recorded[Result]):
 
     def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> Result:
         assert self._list is not None
-        if self._numbers_end is not None:
-            check_numbers(x, self._numbers_end)
-        self._x.copy_(x)
+        self._take(x)
         for number, step in self._steps:
-            step.set(rows[number])
+            if not step.holds(rows[number]):
+                step.set(rows[number])
         ENTER.call(self._pool, self._list.address, RUN_PROGRAM, len(self._entries))
         return self._results[0]
 
+    def _take(self, x: Tensor) -> None:
+        """Have it read where it lies, if it lies as it did when it was recorded. The same tensor as last time costs
+        nothing but a look at its numbers."""
+        if x is not self._given:
+            own = self._x
+            alike = x.dtype is own.dtype and x.shape == own.shape and x.is_contiguous()
+            source = x if alike else own.copy_(x)
+            address = source.data_ptr()
+            # Unknown in between: an interrupt may come at any line.
+            self._given = None
+            if address != self._x_address:
+                self._x_address = 0
+                for words, at, offset in self._x_places:
+                    _WORD.pack_into(words, at, address + offset)
+                self._x_address = address
+            if self._numbers_end is not None:
+                self._numbers = source.numpy().data
+            self._given = x if alike else None
+        if self._numbers_end is not None:
+            check_numbers(self._numbers, self._numbers_end)
 
-def check_numbers(numbers: Tensor, end: int) -> None:
+
+def check_numbers(few: Sequence[int], end: int) -> None:
     """Compiled code would read whatever lies there."""
-    few = numbers.tolist()
     lowest, highest = min(few), max(few)
     if lowest < 0 or highest >= end:
         raise IndexError(f"token ids must lie in [0, {end}), found {lowest} to {highest}")

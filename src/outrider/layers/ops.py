@@ -112,7 +112,7 @@ class Ops(ABC):
         """Write down what `body` does with x, for versions where calling costs more than computing; None: call it.
 
         `body` only calls these operations, with arguments that depend on nothing but shapes; it keeps no views. x may
-        also be token ids, which `body` embeds.
+        also be token ids, which `body` embeds. It is read where it lies, so `body` does not write over it.
         """
         return None
 

@@ -34,6 +34,8 @@ class Rows(NamedTuple):
     """In the order of the groups asked for."""
     first_row: list[int]
     """Per span: where its rows begin."""
+    kept: bool = False
+    """These very objects come back with other numbers in them: what is made of them is worth keeping."""
 
 
 class RowBuilder(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,14 @@ from outrider.errors import ConfigError
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
 from outrider.layers.ops import Ability, Greatest, Ops, Recorded
 from outrider.layers.rope import rotary_table
+from outrider.layers.rows import Rows
+from outrider.models.kv_groups import LayerGroups
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
 from outrider.models.spec import DecoderSpec, RopeSpec
 
 RECORDED_ROWS_MAX = 16
 """Steps of more rows take so long that calls no longer count."""
+PLACES_KEPT_MAX = 64
 
 
 class LayerKV(NamedTuple):
@@ -24,6 +27,27 @@ class LayerKV(NamedTuple):
 
     kv: PagedKV
     rows: AttentionRows
+
+
+class LayerPlaces:
+    """Puts rows in groups beside the KV of the layers."""
+
+    def __init__(self, kv: Sequence[PagedKV], groups: LayerGroups) -> None:
+        self._layers = [(layer, group) for layer, (group, _place) in zip(kv, groups.place, strict=True)]
+        self._known: dict[int, tuple[tuple[AttentionRows, ...], tuple[LayerKV, ...]]] = {}
+        """For rows that are kept."""
+
+    def of(self, rows: Rows) -> tuple[LayerKV, ...]:
+        groups = rows.groups
+        known = self._known.get(id(groups))
+        if known is not None and known[0] is groups:
+            return known[1]
+        layers = tuple([LayerKV(kv, groups[group]) for kv, group in self._layers])
+        if rows.kept:
+            if len(self._known) >= PLACES_KEPT_MAX:
+                self._known.clear()
+            self._known[id(groups)] = (groups, layers)
+        return layers
 
 
 class Hidden(NamedTuple):
@@ -39,6 +63,17 @@ class Hidden(NamedTuple):
     """Of these logits, where they were looked for in the same pass."""
 
 
+class _Pass(NamedTuple):
+    """What was recorded, and what it ran with last."""
+
+    recorded: Recorded[Hidden] | None
+    layers: Sequence[LayerKV]
+    rows: list[AttentionRows]
+
+
+_Key = tuple[int, tuple[int, ...], tuple[int, int] | None]
+
+
 class Decoder:
     def __init__(self, spec: DecoderSpec, parameters: DecoderParameters, ops: Ops, *, max_position: int) -> None:
         _refuse_inability(spec, ops)
@@ -48,7 +83,7 @@ class Decoder:
         embedding = self.parameters.embedding
         # Which experts run depends on the rows.
         self._recordable = all(layer.experts is None for layer in spec.layers)
-        self._recorded: dict[Hashable, Recorded[Hidden] | None] = {}
+        self._recorded: dict[_Key, _Pass] = {}
         """By number of rows, taps and rows that are scored."""
         self._scores: Tensor | None = None
         """Logits of what is recorded: large, so all of it shares them."""
@@ -100,18 +135,30 @@ class Decoder:
         count = tokens.shape[0]
         if count > RECORDED_ROWS_MAX or not self._recordable:
             return self._run(tokens, layers, taps, scored)
-        rows = [place.rows for place in layers]
+        key = (count, taps, scored)
+        known = self._recorded.get(key)
+        if known is None or known.layers is not layers:
+            known = self._recorded[key] = self._record(tokens, layers, key)
+        return (
+            self._run(tokens, layers, taps, scored)
+            if known.recorded is None
+            else known.recorded.run(tokens, known.rows)
+        )
+
+    def _record(self, tokens: Tensor, layers: Sequence[LayerKV], key: _Key) -> _Pass:
+        """Unless what was recorded for other rows will do."""
+        _count, taps, scored = key
         places = tuple([place.kv for place in layers])
         if places != self._places:
             self._recorded.clear()
             self._places = places
-        key = (count, taps, scored)
-        if key not in self._recorded:
-            self._recorded[key] = self.ops.record(
-                tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores(scored))
-            )
-        recorded = self._recorded[key]
-        return self._run(tokens, layers, taps, scored) if recorded is None else recorded.run(tokens, rows)
+        known, rows = self._recorded.get(key), [place.rows for place in layers]
+        if known is not None:
+            return known._replace(layers=layers, rows=rows)
+        recorded = self.ops.record(
+            tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores(scored))
+        )
+        return _Pass(recorded, layers, rows)
 
     def _room_for_scores(self, scored: tuple[int, int] | None) -> Tensor | None:
         if scored is not None and self._scores is None:

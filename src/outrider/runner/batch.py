@@ -30,8 +30,10 @@ class Batcher:
         self._layout = layout
         self._tables = tables
         self._device = device
+        self._here = device.type == "cpu"
         self._reaches = [reach_of(spec.kind) for spec in layout.groups]
         self._few: dict[tuple[int, int], FewNumbers] = {}
+        """By first group and number of rows."""
 
     def rows(self, spans: Sequence[Span], groups: range) -> Rows:
         if len(spans) == 1 and len(spans[0].tokens) <= FEW_ROWS:
@@ -65,7 +67,24 @@ class Batcher:
             numbers += first_keys
             numbers += stops
             most_keys.append(max(stop - first for stop, first in zip(stops, first_keys, strict=True)))
-        tokens, at, lines, *own = self._few_tensors(numbers, count)
+        if not self._here:
+            return self._few_objects(self._tensor(np.array(numbers, np.int64).reshape(-1, count)), groups, most_keys)
+        # They are those of the last time with other numbers in them: in the middle of a step, whose weights have just
+        # gone through all caches, making some takes longer than all that is reckoned above.
+        few = self._few.get((groups.start, count))
+        if few is None or few.rows.groups[0].tables is not self._tables.tensor(groups.start):
+            array = np.zeros((len(numbers) // count, count), np.int64)
+            rows = self._few_objects(torch.from_numpy(array), groups, most_keys)._replace(kept=True)
+            few = self._few[groups.start, count] = FewNumbers(
+                struct.Struct(f"{len(numbers)}q"), array.data.cast("B"), rows
+            )
+        few.layout.pack_into(few.memory, 0, *numbers)
+        for of_group, most in zip(few.rows.groups, most_keys, strict=True):
+            of_group.renew(most)
+        return few.rows
+
+    def _few_objects(self, numbers: Tensor, groups: range, most_keys: Sequence[int]) -> Rows:
+        tokens, at, lines, *own = numbers.unbind()
         found = tuple(
             AttentionRows(
                 positions=at,
@@ -79,18 +98,6 @@ class Batcher:
             for number, group in enumerate(groups)
         )
         return Rows(tokens=tokens, groups=found, first_row=[0])
-
-    def _few_tensors(self, numbers: list[int], count: int) -> tuple[Tensor, ...]:
-        """As tensors of `count`. Where the model runs here, they are those of the last time with other numbers in them:
-        in the middle of a step, whose weights have just gone through all caches, making some takes longer than all
-        that is reckoned above."""
-        if self._device.type != "cpu":
-            return self._tensor(np.array(numbers, np.int64).reshape(-1, count)).unbind()
-        few = self._few.get((len(numbers), count))
-        if few is None:
-            few = self._few[len(numbers), count] = FewNumbers(len(numbers), count)
-        few.layout.pack_into(few.memory, 0, *numbers)
-        return few.tensors
 
     def _many_rows(self, spans: Sequence[Span], groups: range) -> Rows:
         counts = np.array([len(span.tokens) for span in spans], np.int64)
@@ -147,14 +154,12 @@ class Batcher:
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
-class FewNumbers:
-    """Memory that is written as plain numbers and read as tensors."""
+class FewNumbers(NamedTuple):
+    """Memory that is written as plain numbers and read as rows."""
 
-    def __init__(self, total: int, count: int) -> None:
-        self.layout = struct.Struct(f"{total}q")
-        array = np.zeros((total // count, count), np.int64)
-        self.memory = array.data.cast("B")
-        self.tensors = torch.from_numpy(array).unbind()
+    layout: struct.Struct
+    memory: memoryview
+    rows: Rows
 
 
 class Blocks(NamedTuple):

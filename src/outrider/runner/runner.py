@@ -15,7 +15,7 @@ from outrider.kv.layout import KVConfig, KVLayout
 from outrider.layers.ops import Greatest, Ops
 from outrider.layers.rows import Rows, Span
 from outrider.layers.torch_threads import torch_threads
-from outrider.models.decoder import Decoder, Hidden, LayerKV
+from outrider.models.decoder import Decoder, Hidden, LayerPlaces
 from outrider.models.kv_groups import LayerGroups
 from outrider.runner.batch import Batcher
 from outrider.runner.confidence import largest_shares
@@ -79,7 +79,6 @@ class Runner:
         likely; 0: all of them."""
         self.least_confidence = least_confidence
         self._target = target
-        self._target_groups = target_groups
         self._drafter = drafter
         self._layout = layout
         self._footprint = layout.footprint
@@ -92,7 +91,7 @@ class Runner:
         self.store = PageStore(layout, config.arena_pages, owners, dtype=kv_dtype, device=device)
         self._tables = TableLines(layout, max_model_len=config.max_model_len, device=device)
         self._batcher = Batcher(layout, self._tables, device)
-        self._target_kv = self.store.layers(target_groups, 0)
+        self._places = LayerPlaces(self.store.layers(target_groups, 0), target_groups)
         self._sampler = Sampler(target.spec.vocab_size, device)
         self.device = device
         self._watch = StepWatch(layout, sanitizer) if sanitizer is not None else None
@@ -161,11 +160,7 @@ class Runner:
         return self._batcher.rows(spans, self._layout.target_groups)
 
     def _run_target(self, rows: Rows, scored: tuple[int, int] | None) -> Hidden:
-        layers = [
-            LayerKV(kv, rows.groups[group])
-            for kv, (group, _place) in zip(self._target_kv, self._target_groups.place, strict=True)
-        ]
-        return self._target.forward(rows.tokens, layers, taps=self._footprint.taps, scored=scored)
+        return self._target.forward(rows.tokens, self._places.of(rows), taps=self._footprint.taps, scored=scored)
 
     def _wanted(self, step_rows: Sequence[StepRow], first_row: Sequence[int]) -> Wanted:
         places: list[int] = []

@@ -19,7 +19,7 @@ from outrider.kv.groups import Sliding
 from outrider.layers.attention import AttentionRows
 from outrider.layers.ops import Greatest, Recorded
 from outrider.layers.rows import Span
-from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerKV
+from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerPlaces
 from outrider.models.kv_groups import LayerGroups, layer_groups
 from outrider.models.parameters import DecoderParameters, Linear, mapped, stacked
 from outrider.models.spec import DecoderSpec
@@ -94,11 +94,13 @@ class DFlash(Drafter):
         self.footprint = footprint_for("dflash", shape)
         self.usual_k = spec.block_size - 1
         self._services: DraftServices | None = None
+        self._places: LayerPlaces | None = None
         self._recorded: dict[int, Recorded[None] | None] = {}
         """Feeding, by number of rows."""
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
+        self._places = LayerPlaces(services.kv, self.layer_groups)
         self._recorded.clear()
 
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
@@ -116,7 +118,7 @@ class DFlash(Drafter):
         fed = services.rows.rows(spans, services.groups)
         taken = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
         places = [fed.groups[group] for group, _place in self.layer_groups.place]
-        count = len(taken)
+        count = sum(row.interval.size for row in rows)
         if count > RECORDED_ROWS_MAX:
             self._leave_pairs(taken, places)
             return
@@ -141,6 +143,7 @@ class DFlash(Drafter):
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         services = self._services
         assert services is not None
+        assert self._places is not None
         blocks = [self.footprint.scratch(v, k) for _request, v, k in rows]
         spans = [
             Span(
@@ -154,14 +157,10 @@ class DFlash(Drafter):
             for (request, v, _k), block in zip(rows, blocks, strict=True)
         ]
         block = services.rows.rows(spans, services.groups)
-        layers = [
-            LayerKV(kv, block.groups[group])
-            for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
-        ]
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
-        hidden = self._decoder.forward(block.tokens, layers, scored=together)
+        hidden = self._decoder.forward(block.tokens, self._places.of(block), scored=together)
         logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
