@@ -13,6 +13,7 @@ from tests.kernels.test_packed import packed_matrix
 from outrider.layers.attention import AttentionRows, PagedKV
 from outrider.layers.cpu_ops import NumbaOps
 from outrider.layers.cpu_program import Step
+from outrider.layers.ops import Ready, Recorded
 from outrider.models.decoder import Decoder, Hidden, LayerKV
 from outrider.models.packed import Packing
 from outrider.models.parameters import Linear
@@ -172,6 +173,49 @@ def test_what_comes_in_is_read_where_it_lies() -> None:
         results.append(seen)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def test_two_passes_in_one_call_are_as_two_calls() -> None:
+    """The second reads what the first left behind: a key, and through it a row."""
+    seen = [left_and_read(together=together) for together in (True, False)]
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+def left_and_read(*, together: bool) -> list[torch.Tensor]:
+    ops = Calls(records=True)
+    of = decoder(ops)
+    kv = caches(of)
+    first, second = rows([20], 1, None), rows([21], 2, None)
+    layers = [LayerKV(place, second) for place in kv]
+    width = of.spec.kv_size * 2
+    recorded = ops.record(torch.zeros(1, width), [first], lambda x: ops.store(x, of.attention[0], kv[0], first))
+    assert recorded is not None
+    results = []
+    for number in range(3):
+        ready = Ready(recorded, torch.full((1, width), 0.5 + number), [first])
+        if not together:
+            ready.run()
+        hidden = of.forward(torch.tensor([1, 2]), layers, after=ready if together else None)
+        results.append(hidden.final.clone())
+    assert not torch.equal(results[0], results[1])
+    return results
+
+
+@pytest.mark.parametrize("count", [2, 17])
+def test_what_has_to_run_first_runs_where_nothing_is_recorded_too(count: int) -> None:
+    ops, ran = Calls(records=False), []
+
+    class Noted(Recorded[None]):
+        def run(self, x: torch.Tensor, rows: Sequence[AttentionRows], *, after: Ready | None = None) -> None:
+            ran.append(x)
+
+    of = decoder(ops)
+    layers = [LayerKV(place, rows([5], count, None)) for place in caches(of)]
+    x = torch.zeros(1)
+    of.forward(torch.ones(count, dtype=torch.int64), layers, after=Ready(Noted(), x, []))
+    assert len(ran) == 1
+    assert ran[0] is x
 
 
 def test_memory_is_used_again_within_a_pass() -> None:

@@ -57,6 +57,14 @@ def test_rows_that_are_kept_follow_the_tables_when_those_grow() -> None:
     assert after.groups is not before.groups
 
 
+def test_rows_beside_others_leave_those_alone() -> None:
+    of = batcher(random.Random(1))
+    one, other = (Span(line=1, start=start, tokens=[start, 2, 3], kept_from=0) for start in (20, 50))
+    fed, block = of.rows([one], range(2), beside=True), of.rows([other], range(2))
+    same(fed, of._many_rows([one], range(2)))
+    same(block, of._many_rows([other], range(2)))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_few_rows_are_as_many_rows_would_be(seed: int) -> None:
     rng = random.Random(seed)

@@ -11,6 +11,7 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from outrider.kernels import jobs
 from outrider.kernels.greatest import OUT_WORDS
 from outrider.kernels.pool import ENTER, PROGRAM_WORDS, RUN_COPY, RUN_PROGRAM
 from outrider.layers.attention import AttentionRows
-from outrider.layers.ops import Greatest, Recorded, Result
+from outrider.layers.ops import Greatest, Ready, Recorded, Result
 
 _ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
 _STEP = struct.Struct("8q")
@@ -117,6 +118,8 @@ class Program(Recorded[Result]):
         self._results: list[Result] = []
         """One, once it is recorded."""
         self._list: Words | None = None
+        self._after: dict[int, tuple[Program[Any], Words]] = {}
+        """Lists of another program and this one."""
 
     # --- while it is recorded -----------------------------------------------------------------------
 
@@ -182,14 +185,37 @@ class Program(Recorded[Result]):
 
     # --- and when it runs ---------------------------------------------------------------------------
 
-    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> Result:
+    def run(self, x: Tensor, rows: Sequence[AttentionRows], *, after: Ready | None = None) -> Result:
         assert self._list is not None
+        entries = self._list
+        count = len(self._entries)
+        if after is not None:
+            first = after.recorded
+            assert isinstance(first, Program)
+            first._set(after.x, after.rows)
+            entries, count = self._list_after(first), 2
+        self._set(x, rows)
+        ENTER.call(self._pool, entries.address, RUN_PROGRAM, count)
+        return self._results[0]
+
+    def _list_after(self, first: Program[Any]) -> Words:
+        """Of the lists of both."""
+        known = self._after.get(id(first))
+        if known is None or known[0] is not first:
+            assert first._list is not None
+            assert self._list is not None
+            lists = Words(PROGRAM_WORDS * 2)
+            both = [(each._list.address, len(each._entries)) for each in (first, self) if each._list is not None]
+            lists.words[:] = b"".join(_ENTRY.pack(RUN_PROGRAM, address, count, 0) for address, count in both)
+            # It holds the first one, so that no other can come to have the same id.
+            known = self._after[id(first)] = (first, lists)
+        return known[1]
+
+    def _set(self, x: Tensor, rows: Sequence[AttentionRows]) -> None:
         self._take(x)
         for number, step in self._steps:
             if not step.holds(rows[number]):
                 step.set(rows[number])
-        ENTER.call(self._pool, self._list.address, RUN_PROGRAM, len(self._entries))
-        return self._results[0]
 
     def _take(self, x: Tensor) -> None:
         """Have it read where it lies, if it lies as it did when it was recorded. The same tensor as last time costs

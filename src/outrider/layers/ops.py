@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,8 +43,20 @@ class Recorded(ABC, Generic[Result]):
     """Operations that were recorded, to be run again on other values."""
 
     @abstractmethod
-    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> Result:
-        """For an x of the recorded shape, and rows in the recorded order. The next run writes over the results."""
+    def run(self, x: Tensor, rows: Sequence[AttentionRows], *, after: Ready | None = None) -> Result:
+        """For an x of the recorded shape, and rows in the recorded order. The next run writes over the results.
+        `after`: what has to run first, in the same call."""
+
+
+class Ready(NamedTuple):
+    """Operations that were recorded, and what to run them on. The values may not change until they have run."""
+
+    recorded: Recorded[Any]
+    x: Tensor
+    rows: Sequence[AttentionRows]
+
+    def run(self) -> None:
+        self.recorded.run(self.x, self.rows)
 
 
 class Ops(ABC):

@@ -39,4 +39,5 @@ class Rows(NamedTuple):
 
 
 class RowBuilder(Protocol):
-    def rows(self, spans: Sequence[Span], groups: range) -> Rows: ...
+    def rows(self, spans: Sequence[Span], groups: range, *, beside: bool = False) -> Rows:
+        """`beside`: in other memory than without, so that both can be in use."""

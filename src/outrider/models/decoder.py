@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ability, Greatest, Ops, Recorded
+from outrider.layers.ops import Ability, Greatest, Ops, Ready, Recorded
 from outrider.layers.rope import rotary_table
 from outrider.layers.rows import Rows
 from outrider.models.kv_groups import LayerGroups
@@ -120,30 +120,35 @@ class Decoder:
         *,
         taps: Sequence[int] = (),
         scored: tuple[int, int] | None = None,
+        after: Ready | None = None,
     ) -> Hidden:
         """Run the rows of a step. Tap i is the residual stream after layer i. `scored`: the rows [first, end) whose
-        logits are wanted; scoring them in the same pass is quicker than afterwards."""
-        hidden = self._pass(tokens, layers, tuple(taps), scored)
+        logits are wanted; scoring them in the same pass is quicker than afterwards. `after`: what has to run first."""
+        hidden = self._pass(tokens, layers, tuple(taps), scored, after)
         if self.spec.logit_softcap is None or hidden.logits is None:
             return hidden
         return hidden._replace(logits=self._capped(hidden.logits))
 
     def _pass(
-        self, tokens: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...], scored: tuple[int, int] | None
+        self,
+        tokens: Tensor,
+        layers: Sequence[LayerKV],
+        taps: tuple[int, ...],
+        scored: tuple[int, int] | None,
+        after: Ready | None,
     ) -> Hidden:
         """With logits that are not capped yet. Recorded once for each number of rows where that is faster."""
         count = tokens.shape[0]
-        if count > RECORDED_ROWS_MAX or not self._recordable:
-            return self._run(tokens, layers, taps, scored)
-        key = (count, taps, scored)
-        known = self._recorded.get(key)
-        if known is None or known.layers is not layers:
-            known = self._recorded[key] = self._record(tokens, layers, key)
-        return (
-            self._run(tokens, layers, taps, scored)
-            if known.recorded is None
-            else known.recorded.run(tokens, known.rows)
-        )
+        if count <= RECORDED_ROWS_MAX and self._recordable:
+            key = (count, taps, scored)
+            known = self._recorded.get(key)
+            if known is None or known.layers is not layers:
+                known = self._recorded[key] = self._record(tokens, layers, key)
+            if known.recorded is not None:
+                return known.recorded.run(tokens, known.rows, after=after)
+        if after is not None:
+            after.run()
+        return self._run(tokens, layers, taps, scored)
 
     def _record(self, tokens: Tensor, layers: Sequence[LayerKV], key: _Key) -> _Pass:
         """Unless what was recorded for other rows will do."""

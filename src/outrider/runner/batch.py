@@ -32,15 +32,15 @@ class Batcher:
         self._device = device
         self._here = device.type == "cpu"
         self._reaches = [reach_of(spec.kind) for spec in layout.groups]
-        self._few: dict[tuple[int, int], FewNumbers] = {}
-        """By first group and number of rows."""
+        self._few: dict[tuple[int, int, bool], FewNumbers] = {}
+        """By first group, number of rows, and whether there are others in use."""
 
-    def rows(self, spans: Sequence[Span], groups: range) -> Rows:
+    def rows(self, spans: Sequence[Span], groups: range, *, beside: bool = False) -> Rows:
         if len(spans) == 1 and len(spans[0].tokens) <= FEW_ROWS:
-            return self._few_rows(spans[0], groups)
+            return self._few_rows(spans[0], groups, beside)
         return self._many_rows(spans, groups)
 
-    def _few_rows(self, span: Span, groups: range) -> Rows:
+    def _few_rows(self, span: Span, groups: range, beside: bool = False) -> Rows:
         """The same for a single request's step, number by number: arrays of a few elements cost more than that."""
         line, start, count = span.line, span.start, len(span.tokens)
         positions = range(start, start + count)
@@ -71,11 +71,11 @@ class Batcher:
             return self._few_objects(self._tensor(np.array(numbers, np.int64).reshape(-1, count)), groups, most_keys)
         # They are those of the last time with other numbers in them: in the middle of a step, whose weights have just
         # gone through all caches, making some takes longer than all that is reckoned above.
-        few = self._few.get((groups.start, count))
+        few = self._few.get((groups.start, count, beside))
         if few is None or few.rows.groups[0].tables is not self._tables.tensor(groups.start):
             array = np.zeros((len(numbers) // count, count), np.int64)
             rows = self._few_objects(torch.from_numpy(array), groups, most_keys)._replace(kept=True)
-            few = self._few[groups.start, count] = FewNumbers(
+            few = self._few[groups.start, count, beside] = FewNumbers(
                 struct.Struct(f"{len(numbers)}q"), array.data.cast("B"), rows
             )
         few.layout.pack_into(few.memory, 0, *numbers)

@@ -141,8 +141,8 @@ class Runner:
         hidden = self._run_target(rows, wanted.together)
         tokens, forks = self._sample(plan.rows, rows.first_row, wanted, hidden, result)
         ends = self._take_over(plan.rows, tokens)
-        self._feed(plan.rows, rows.first_row, ends, tokens, hidden.taps)
-        proposed = self._propose(plan.rows, ends, tokens)
+        feeds = self._feeds(plan.rows, rows.first_row, ends, tokens)
+        proposed = self._propose(plan.rows, ends, tokens, feeds, hidden.taps)
         verdict = Verdict(step=plan.step, tokens=tuple(tokens), proposed=proposed, fork_tokens=forks)
         return result._replace(verdict=verdict)
 
@@ -272,15 +272,14 @@ class Runner:
 
     # ---- the drafter -------------------------------------------------------------------------------
 
-    def _feed(
+    def _feeds(
         self,
         step_rows: Sequence[StepRow],
         first_row: Sequence[int],
         ends: Sequence[int],
         tokens: Sequence[tuple[int, ...]],
-        taps: Tensor,
-    ) -> None:
-        """Have the drafter write its durable slots for newly committed tokens, whatever k is."""
+    ) -> list[FeedRow]:
+        """The durable slots that the drafter has to write for newly committed tokens, whatever k is."""
         feeds: list[FeedRow] = []
         for row, first, v, new in zip(step_rows, first_row, ends, tokens, strict=True):
             if not row.feeds:
@@ -296,14 +295,17 @@ class Runner:
             if not fed.empty:
                 taps_at = first + fed.start - (row.start - row.tap_rows)
                 feeds.append(FeedRow(self.requests[row.request], fed, taps_at, row.propose > 0))
-        if feeds:
-            assert self._drafter is not None
-            self._drafter.feed(feeds, taps)
+        return feeds
 
     def _propose(
-        self, step_rows: Sequence[StepRow], ends: Sequence[int], tokens: Sequence[tuple[int, ...]]
+        self,
+        step_rows: Sequence[StepRow],
+        ends: Sequence[int],
+        tokens: Sequence[tuple[int, ...]],
+        feeds: Sequence[FeedRow],
+        taps: Tensor,
     ) -> tuple[int, ...]:
-        """Drafts for the next step; returns how many each row got."""
+        """Have the drafter fed, and drafts made for the next step; returns how many each row got."""
         wanted: list[ProposeRow] = []
         for row, v, new in zip(step_rows, ends, tokens, strict=True):
             request = self.requests[row.request]
@@ -315,9 +317,9 @@ class Runner:
                     # A chain of passes ends by itself where it is unsure; a block is paid for as a whole.
                     k = request.worth_asking(k)
                 wanted.append(ProposeRow(request, v, k))
-        if wanted:
+        if feeds or wanted:
             assert self._drafter is not None
-            for row_wanted, drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
+            for row_wanted, drafts in zip(wanted, self._drafter.step(feeds, taps, wanted), strict=True):
                 name = row_wanted.request.id
                 self.requests[name].propose(drafts, self.least_confidence)
                 if self._watch is not None and self._footprint.groups:

@@ -2,6 +2,7 @@
 
 feed     writes the durable slots for newly committed tokens; runs at every step, whatever k is
 propose  writes scratch and returns drafts; may be skipped for any request at any step
+step     both, in this order
 
 What it writes where follows from its footprint; the runner reports it to the sanitizer from there.
 """
@@ -125,6 +126,12 @@ class Drafter(ABC):
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         """Write the durable slots of every row. `taps`: hidden states of this step's target rows, side by side; they
         last until the step ends."""
+
+    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
+        """Feed, then propose; either may be nothing. For drafters that are quicker with both at once."""
+        if feeds:
+            self.feed(feeds, taps)
+        return self.propose(proposals) if proposals else []
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:

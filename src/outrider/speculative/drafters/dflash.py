@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from outrider.kv.groups import Sliding
 from outrider.layers.attention import AttentionRows
-from outrider.layers.ops import Greatest, Recorded
+from outrider.layers.ops import Greatest, Ready, Recorded
 from outrider.layers.rows import Span
 from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerPlaces
 from outrider.models.kv_groups import LayerGroups, layer_groups
@@ -25,7 +26,7 @@ from outrider.models.parameters import DecoderParameters, Linear, mapped, stacke
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
-from outrider.speculative.drafters.taps import tap_rows
+from outrider.speculative.drafters.taps import TapRows
 from outrider.speculative.footprints import DrafterShape, footprint_for
 from outrider.speculative.settings import DrafterSettings
 from outrider.speculative.vocabulary import DraftVocabulary
@@ -97,15 +98,31 @@ class DFlash(Drafter):
         self._places: LayerPlaces | None = None
         self._recorded: dict[int, Recorded[None] | None] = {}
         """Feeding, by number of rows."""
+        self._taps = TapRows()
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
         self._places = LayerPlaces(services.kv, self.layer_groups)
         self._recorded.clear()
 
+    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
+        """In one call where both are recorded: what Python does in between, and waking threads, costs more than
+        feeding."""
+        ready = self._ready_to_feed(feeds, taps) if feeds else None
+        if proposals:
+            return self._propose(proposals, ready)
+        if ready is not None:
+            ready.run()
+        return []
+
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
+        self.step(rows, taps, ())
+
+    def _ready_to_feed(self, rows: Sequence[FeedRow], taps: Tensor) -> Ready | None:
+        """None: it is done."""
         services = self._services
         assert services is not None
+        assert self._places is not None
         spans = [
             Span(
                 line=row.request.line,
@@ -115,20 +132,20 @@ class DFlash(Drafter):
             )
             for row in rows
         ]
-        fed = services.rows.rows(spans, services.groups)
-        taken = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
-        places = [fed.groups[group] for group, _place in self.layer_groups.place]
+        fed = services.rows.rows(spans, services.groups, beside=True)
+        taken = self._taps.of(taps, [(row.taps_at, row.interval.size) for row in rows])
+        places = [layer.rows for layer in self._places.of(fed)]
         count = sum(row.interval.size for row in rows)
         if count > RECORDED_ROWS_MAX:
             self._leave_pairs(taken, places)
-            return
+            return None
         if count not in self._recorded:
             self._recorded[count] = self._decoder.ops.record(taken, places, lambda x: self._leave_pairs(x, places))
         recorded = self._recorded[count]
         if recorded is None:
             self._leave_pairs(taken, places)
-        else:
-            recorded.run(taken, places)
+            return None
+        return Ready(recorded, taken, places)
 
     def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> None:
         """Keys and values of context rows, to their slots in every layer."""
@@ -141,6 +158,9 @@ class DFlash(Drafter):
             ops.store(pair, self._decoder.attention[number], self._services.kv[number], places[number])
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        return self._propose(rows, None)
+
+    def _propose(self, rows: Sequence[ProposeRow], after: Ready | None) -> list[list[int]]:
         services = self._services
         assert services is not None
         assert self._places is not None
@@ -160,7 +180,7 @@ class DFlash(Drafter):
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
-        hidden = self._decoder.forward(block.tokens, self._places.of(block), scored=together)
+        hidden = self._decoder.forward(block.tokens, self._places.of(block), scored=together, after=after)
         logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
@@ -178,6 +198,10 @@ def draw_block(
 
     All are known at once, so all are drawn at once, but for requests whose draws depend on earlier drafts.
     """
+    if not any(row.request.draws_depend for row in rows):
+        draws = [DrawRow(row.request, row.v + 1 + draft, ()) for row in rows for draft in range(row.k)]
+        drawn = iter(services.draw(logits, draws, vocabulary, found))
+        return [list(islice(drawn, row.k)) for row in rows]
     drafts: list[list[int]] = [[] for _ in rows]
     first, starts = 0, []
     for row in rows:
@@ -195,11 +219,8 @@ def draw_block(
             DrawRow(rows[number].request, rows[number].v + 1 + draft, tuple(drafts[number])) for number, draft in places
         ]
         wanted = [starts[number] + draft for number, draft in places]
-        if len(wanted) < len(logits):
-            drawn = services.draw(logits[torch.tensor(wanted, device=logits.device)], draws, vocabulary)
-        else:
-            drawn = services.draw(logits, draws, vocabulary, found)
-        for (number, _draft), token in zip(places, drawn, strict=True):
+        asked = logits[torch.tensor(wanted, device=logits.device)]
+        for (number, _draft), token in zip(places, services.draw(asked, draws, vocabulary), strict=True):
             drafts[number].append(token)
 
 
