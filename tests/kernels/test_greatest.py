@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels.shares import largest_shares
 from outrider.layers.cpu_ops import NumbaOps
 from outrider.layers.ops import Greatest
 
@@ -16,18 +17,17 @@ SIZES = [1, 5, 17, 511, 1024, 1025, 16_384, 49_157]
 NAN, INF = float("nan"), float("inf")
 
 
-def found(logits: Tensor) -> tuple[list[int], list[float]]:
-    ops, asked = NumbaOps(threads=2), []
-
-    def body(_x: Tensor) -> Greatest | None:
-        asked.append(ops.greatest(logits))
-        return asked[0]
-
-    recorded = ops.record(torch.zeros(1), [], body)
+def searched(logits: Tensor, *, shares: bool = False) -> Greatest:
+    ops = NumbaOps(threads=2)
+    recorded = ops.record(torch.zeros(1), [], lambda _x: ops.greatest(logits, shares=shares))
     assert recorded is not None
     answer = recorded.run(torch.zeros(1), [])
     assert answer is not None
-    return answer.read()
+    return answer
+
+
+def found(logits: Tensor) -> tuple[list[int], list[float]]:
+    return searched(logits).read()
 
 
 def check(logits: Tensor) -> None:
@@ -74,6 +74,15 @@ def test_what_is_no_number_is_told(count: int, wrong: float) -> None:
 
 def test_rows_need_not_lie_side_by_side() -> None:
     check(torch.randn(5, 3000)[:, 100:2900])
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_shares_come_with_it_where_they_are_wanted(count: int) -> None:
+    logits = torch.randn(7, count, generator=torch.Generator().manual_seed(count)) * 5
+    both = searched(logits, shares=True)
+    assert both.shares() == largest_shares(logits).tolist()
+    assert both.read() == found(logits)
+    assert searched(logits).shares() is None
 
 
 def test_a_call_by_itself_is_left_to_others() -> None:

@@ -11,10 +11,12 @@ from numba import njit
 from outrider.kernels.compiling import OPTIONS, Kernel
 from outrider.kernels.jobs import OWN, word
 from outrider.kernels.memory import load_f32, store_f32, store_i64
+from outrider.kernels.shares import share
 from outrider.kernels.vector import FLOAT32, LANES, fma, largest, load, maximum, splat, total
 
-X, X_STRIDE, K, OUT = range(OWN, OWN + 4)
-"""A chunk is a row. OUT: for each row a word with the place, then a float32 with the number in a word of its own."""
+X, X_STRIDE, K, OUT, SHARES = range(OWN, OWN + 5)
+"""A chunk is a row. OUT: for each row a word with the place, then a word of two float32: the number, and where SHARES
+is not 0 its share."""
 OUT_WORDS = 2
 
 _BLOCK = 64 * LANES
@@ -69,6 +71,8 @@ def greatest(job, chunk, scratch):
     out = word(job, OUT) + 8 * OUT_WORDS * chunk
     store_i64(out, found)
     store_f32(out + 8, load_f32(row + 4 * found))
+    if word(job, SHARES) != 0:
+        store_f32(out + 12, share(row, word(job, K)))
 
 
 GREATEST = Kernel(greatest, FLOAT32)

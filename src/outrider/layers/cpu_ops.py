@@ -43,7 +43,7 @@ _WORD = struct.Struct("q")
 _GATHER = struct.Struct("6qf4x")
 _NORM = struct.Struct("5qf4x4q")
 _LINEAR = struct.Struct("14q")
-_GREATEST = struct.Struct("4q")
+_GREATEST = struct.Struct("5q")
 _LAYER = struct.Struct("3qf4x4qf4xf4xq")
 _PLACE = struct.Struct("19q")  # from STEP to PARTS
 _STEPS_CACHED_MAX = 8
@@ -286,15 +286,15 @@ class NumbaOps(Ops):
         else:
             self._program.copy(x, out)
 
-    def greatest(self, x: Tensor) -> Greatest | None:
+    def greatest(self, x: Tensor, *, shares: bool = False) -> Greatest | None:
         """Only where it saves a call into NumPy, which takes longer than the search when caches are cold."""
         if self._program is None:
             return None
         rows, k = x.shape
-        found, job = Found(rows), self._program.job()
+        found, job = Found(rows, shares=shares), self._program.job()
         self._program.keep(found)
         _HEADER.pack_into(job.words, 0, greatest.GREATEST.address, rows, 0, 0)
-        _GREATEST.pack_into(job.words, 8 * greatest.X, x.data_ptr(), x.stride(0) * 4, k, found.address)
+        _GREATEST.pack_into(job.words, 8 * greatest.X, x.data_ptr(), x.stride(0) * 4, k, found.address, shares)
         self._call(RUN_PLAIN, job, 0)
         return found
 

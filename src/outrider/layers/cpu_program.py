@@ -43,13 +43,17 @@ class Job(Words):
 class Found(Words, Greatest):
     """Filled in by `kernels/greatest.py`."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, *, shares: bool) -> None:
         super().__init__(OUT_WORDS * rows)
-        self._layout = struct.Struct("qf4x" * rows)
+        self._layout = struct.Struct("qff" * rows)
+        self._shares = shares
 
     def read(self) -> tuple[list[int], list[float]]:
         numbers = self._layout.unpack(self.words)
-        return list(numbers[::2]), list(numbers[1::2])
+        return list(numbers[::3]), list(numbers[1::3])
+
+    def shares(self) -> list[float] | None:
+        return list(self._layout.unpack(self.words)[2::3]) if self._shares else None
 
 
 class Step(Words):

@@ -38,6 +38,10 @@ class Greatest(ABC):
     def read(self) -> tuple[list[int], list[float]]:
         """The lowest place of each row's largest number, and that number; NaN is larger than any number."""
 
+    @abstractmethod
+    def shares(self) -> list[float] | None:
+        """The share of that number in a softmax of its row, if that was asked for."""
+
 
 class Recorded(ABC, Generic[Result]):
     """Operations that were recorded, to be run again on other values."""
@@ -114,7 +118,7 @@ class Ops(ABC):
         """What x is now, to columns of a wider tensor."""
         out.copy_(x)
 
-    def greatest(self, x: Tensor) -> Greatest | None:
+    def greatest(self, x: Tensor, *, shares: bool = False) -> Greatest | None:
         """Of rows that were just made, where that is quicker than looking afterwards; None: look."""
         return None
 

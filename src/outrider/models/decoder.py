@@ -71,7 +71,15 @@ class _Pass(NamedTuple):
     rows: list[AttentionRows]
 
 
-_Key = tuple[int, tuple[int, ...], tuple[int, int] | None]
+class _Wanted(NamedTuple):
+    """Of a pass."""
+
+    taps: tuple[int, ...]
+    scored: tuple[int, int] | None
+    shares: bool
+
+
+_Key = tuple[int, _Wanted]
 
 
 class Decoder:
@@ -84,7 +92,7 @@ class Decoder:
         # Which experts run depends on the rows.
         self._recordable = all(layer.experts is None for layer in spec.layers)
         self._recorded: dict[_Key, _Pass] = {}
-        """By number of rows, taps and rows that are scored."""
+        """By number of rows and what is wanted of them."""
         self._scores: Tensor | None = None
         """Logits of what is recorded: large, so all of it shares them."""
         self._places: tuple[PagedKV, ...] = ()
@@ -120,11 +128,13 @@ class Decoder:
         *,
         taps: Sequence[int] = (),
         scored: tuple[int, int] | None = None,
+        shares: bool = False,
         after: Ready | None = None,
     ) -> Hidden:
         """Run the rows of a step. Tap i is the residual stream after layer i. `scored`: the rows [first, end) whose
-        logits are wanted; scoring them in the same pass is quicker than afterwards. `after`: what has to run first."""
-        hidden = self._pass(tokens, layers, tuple(taps), scored, after)
+        logits are wanted; scoring them in the same pass is quicker than afterwards. `shares`: where their largest are
+        looked for, the share of these is wanted too. `after`: what has to run first."""
+        hidden = self._pass(tokens, layers, _Wanted(tuple(taps), scored, shares), after)
         if self.spec.logit_softcap is None or hidden.logits is None:
             return hidden
         return hidden._replace(logits=self._capped(hidden.logits))
@@ -133,14 +143,13 @@ class Decoder:
         self,
         tokens: Tensor,
         layers: Sequence[LayerKV],
-        taps: tuple[int, ...],
-        scored: tuple[int, int] | None,
+        wanted: _Wanted,
         after: Ready | None,
     ) -> Hidden:
         """With logits that are not capped yet. Recorded once for each number of rows where that is faster."""
         count = tokens.shape[0]
         if count <= RECORDED_ROWS_MAX and self._recordable:
-            key = (count, taps, scored)
+            key = (count, wanted)
             known = self._recorded.get(key)
             if known is None or known.layers is not layers:
                 known = self._recorded[key] = self._record(tokens, layers, key)
@@ -148,11 +157,11 @@ class Decoder:
                 return known.recorded.run(tokens, known.rows, after=after)
         if after is not None:
             after.run()
-        return self._run(tokens, layers, taps, scored)
+        return self._run(tokens, layers, wanted)
 
     def _record(self, tokens: Tensor, layers: Sequence[LayerKV], key: _Key) -> _Pass:
         """Unless what was recorded for other rows will do."""
-        _count, taps, scored = key
+        _count, wanted = key
         places = tuple([place.kv for place in layers])
         if places != self._places:
             self._recorded.clear()
@@ -161,7 +170,7 @@ class Decoder:
         if known is not None:
             return known._replace(layers=layers, rows=rows)
         recorded = self.ops.record(
-            tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores(scored))
+            tokens, rows, lambda tokens: self._run(tokens, layers, wanted, self._room_for_scores(wanted.scored))
         )
         return _Pass(recorded, layers, rows)
 
@@ -174,11 +183,10 @@ class Decoder:
         self,
         tokens: Tensor,
         layers: Sequence[LayerKV],
-        taps: tuple[int, ...],
-        scored: tuple[int, int] | None,
+        wanted: _Wanted,
         room: Tensor | None = None,
     ) -> Hidden:
-        spec, ops = self.spec, self.ops
+        spec, ops, (taps, scored, shares) = self.spec, self.ops, wanted
         x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
         width = spec.hidden_size
         tapped = x.new_empty(x.shape[0], len(taps) * width)
@@ -196,7 +204,7 @@ class Decoder:
         first, end = scored
         logits = self._score(x[first:end], None if room is None else room[: end - first])
         # Capping makes neighbours equal, and then another one is the first.
-        return Hidden(x, tapped, logits, ops.greatest(logits) if spec.logit_softcap is None else None)
+        return Hidden(x, tapped, logits, ops.greatest(logits, shares=shares) if spec.logit_softcap is None else None)
 
     def feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
         """The second half of a layer, residual included."""

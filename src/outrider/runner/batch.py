@@ -47,8 +47,8 @@ class Batcher:
         numbers = [*span.tokens, *positions, *[line] * count]
         most_keys = []
         for group in groups:
-            spec, reach, row = self._layout.groups[group], self._reaches[group], self._tables.array(group)[line]
-            low, page_tokens = int(self._tables.lows[line, group]), spec.page_tokens
+            spec, reach = self._layout.groups[group], self._reaches[group]
+            low, page_tokens = self._tables.low(group, line), spec.page_tokens
             if span.anchored:
                 first_keys = [max(low, start - reach)] * count
             else:
@@ -59,7 +59,7 @@ class Batcher:
                 if reach < FAR and not span.anchored:
                     stops = [min(stop, p + reach + 1) for stop, p in zip(stops, positions, strict=True)]
             first_page = start // page_tokens
-            pages = row[first_page : (start + count - 1) // page_tokens + 1].tolist()
+            pages = self._tables.pages(group, line, first_page, (start + count - 1) // page_tokens + 1)
             numbers += [
                 (pages[p // page_tokens - first_page] if p >= span.kept_from else 0) * page_tokens + p % page_tokens
                 for p in positions

@@ -43,6 +43,10 @@ class StepResult(NamedTuple):
     """Requests whose logits are not numbers, and what to tell their owners."""
 
 
+NO_VERDICT = Verdict(step=-1, tokens=(), proposed=())
+"""Until there is one."""
+
+
 class Wanted(NamedTuple):
     """What a step samples."""
 
@@ -104,6 +108,7 @@ class Runner:
                     groups=groups,
                     kv=kv,
                     draw=self._draw,
+                    weighs=lambda: self.least_confidence > 0,
                     worth_going_on=self._worth_going_on,
                 )
             )
@@ -131,9 +136,9 @@ class Runner:
         if self._watch is not None:
             self._watch.begin(plan)
         self.store.copy(plan.kv.copies)
-        result = StepResult(Verdict(step=plan.step, tokens=(), proposed=()), {}, {}, {}, {})
+        result = StepResult(NO_VERDICT, {}, {}, {}, {})
         if not plan.rows:
-            return result
+            return result._replace(verdict=Verdict(step=plan.step, tokens=(), proposed=()))
         for row in plan.rows:
             self.requests[row.request].line = self._tables.line(row.request)
         rows = self._target_rows(plan.rows)
@@ -336,12 +341,16 @@ class Runner:
     ) -> list[int]:
         """Drafts are drawn with the target's processors and noise, so that they agree as often as they can. `found`:
         the largest of these logits, where somebody has looked already."""
-        draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
         if self.least_confidence:
-            for row, share in zip(rows, largest_shares(logits, self.ops), strict=True):
+            shares = None if found is None else found.shares()
+            for row, share in zip(rows, shares or largest_shares(logits, self.ops), strict=True):
                 self.requests[row.request.id].drafted(share)
+        if found is not None and vocabulary.target_ids is not None:
+            if all(self.requests[row.request.id].sampling.plain for row in rows):
+                return vocabulary.ids(found.read()[0])
+        draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
         if vocabulary.target_ids is not None and all(draw.state.greedy and not draw.edited for draw in draws):
-            return vocabulary.ids((largest(logits) if found is None else found.read())[0])
+            return vocabulary.ids(largest(logits)[0])
         # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.
         sampled = self._sampler.sample(vocabulary.spread(logits), draws, logprobs=False)
         return [max(token, 0) for token in sampled.tokens]

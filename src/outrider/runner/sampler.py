@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,12 @@ FAILED = -1
 """Stands for the token of a row that could not be sampled; `Sampled.failed` says why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     tokens: list[int]
     """One for each row; FAILED where there is none."""
     logprobs: list[TokenLogprobs | None]
     """For rows whose request asked."""
-    failed: dict[int, RequestError] = field(default_factory=dict)
+    failed: dict[int, RequestError]
     """By row. A row behind a rejected draft says nothing about its request: a failure counts where FAILED would
     be committed."""
 
@@ -60,11 +59,16 @@ class Sampler:
     ) -> Sampled:
         """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for.
         `found`: the largest of each row, where somebody has looked already."""
-        assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
-        if not rows:
-            return Sampled(tokens=[], logprobs=[])
+        if found is None:
+            assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
+            if not rows:
+                return Sampled(tokens=[], logprobs=[], failed={})
+            tokens, values = largest(logits)
+        else:
+            tokens, values = found.read()
+            if all(row.state.plain for row in rows) and all(map(math.isfinite, values)):
+                return Sampled(tokens, [None] * len(rows), {})
         # A broken row is seen before a mask can hide what is broken.
-        tokens, values = largest(logits) if found is None else found.read()
         failed = {i: _broken(value) for i, value in enumerate(values) if not math.isfinite(value)}
         changed = [i for i, row in enumerate(rows) if i not in failed and (not row.state.greedy or row.edited)]
         if changed:

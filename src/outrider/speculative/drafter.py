@@ -86,6 +86,8 @@ class DraftServices(NamedTuple):
     """Per layer of the drafter."""
     draw: Draw
     """Choose as the target would if these were its logits: the same processors, the same noise."""
+    weighs: Callable[[], bool]
+    """Whether drawing asks how likely drafts are."""
     worth_going_on: Callable[[DraftedRequest], bool]
     """Whether the drafts drawn for it so far are likely enough that a further one may count."""
 

@@ -180,7 +180,9 @@ class DFlash(Drafter):
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
-        hidden = self._decoder.forward(block.tokens, self._places.of(block), scored=together, after=after)
+        hidden = self._decoder.forward(
+            block.tokens, self._places.of(block), scored=together, shares=services.weighs(), after=after
+        )
         logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
