@@ -218,6 +218,23 @@ def test_what_has_to_run_first_runs_where_nothing_is_recorded_too(count: int) ->
     assert ran[0] is x
 
 
+def test_a_few_rows_do_not_keep_those_of_a_prompt() -> None:
+    ops = Calls(records=True)
+    weight = Linear(weight=torch.randn(8, 64))
+    recorded = ops.record(torch.zeros(2, 64), [], lambda x: ops.project(x, weight))
+    assert recorded is not None
+    for rows_of_step, stays in ((16, True), (100_000, False)):
+        x = torch.randn(rows_of_step, 64)
+        for first in (0, 5):
+            part = x[first : first + 2]
+            for _again in range(2):
+                assert torch.equal(recorded.run(part, []), ops.project(part, weight))
+        gone = weakref.ref(part)
+        del part
+        gc.collect()
+        assert (gone() is not None) == stays
+
+
 def test_memory_is_used_again_within_a_pass() -> None:
     """Results of a layer are gone when the next one runs, so 12 layers need no more than 3."""
     sizes = []

@@ -25,6 +25,8 @@ from outrider.layers.ops import Greatest, Ready, Recorded, Result
 _ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
 _STEP = struct.Struct("8q")
 _WORD = struct.Struct("q")
+_ALIKE_MAX = 64
+_KEPT_BYTES_MAX = 4 << 20
 
 
 class Words:
@@ -107,7 +109,9 @@ class Program(Recorded[Result]):
         self._x = torch.zeros_like(x, memory_format=torch.contiguous_format)
         """What comes in, while it is recorded; afterwards, what comes in some other form is copied here."""
         self._given: Tensor | None = None
-        """What came in last, if it is read where it lies."""
+        """What is read, wherever it lies."""
+        self._alike: dict[int, tuple[Tensor, int, Sequence[int]]] = {}
+        """What came in lately and is read where it lies: itself, its address, its numbers."""
         self._x_address = 0
         self._x_places: list[tuple[memoryview, int, int]] = []
         """Where addresses in it are written down: memory, byte, and how far into it."""
@@ -225,22 +229,33 @@ class Program(Recorded[Result]):
         """Have it read where it lies, if it lies as it did when it was recorded. The same tensor as last time costs
         nothing but a look at its numbers."""
         if x is not self._given:
-            own = self._x
-            alike = x.dtype is own.dtype and x.shape == own.shape and x.is_contiguous()
-            source = x if alike else own.copy_(x)
-            address = source.data_ptr()
+            known = self._alike.get(id(x))
+            if known is None or known[0] is not x:
+                known = self._look_at(x)
             # Unknown in between: an interrupt may come at any line.
             self._given = None
+            source, address, self._numbers = known
             if address != self._x_address:
                 self._x_address = 0
                 for words, at, offset in self._x_places:
                     _WORD.pack_into(words, at, address + offset)
                 self._x_address = address
-            if self._numbers_end is not None:
-                self._numbers = source.numpy().data
-            self._given = x if alike else None
+            self._given = source
         if self._numbers_end is not None:
             check_numbers(self._numbers, self._numbers_end)
+
+    def _look_at(self, x: Tensor) -> tuple[Tensor, int, Sequence[int]]:
+        own = self._x
+        alike = x.dtype is own.dtype and x.shape == own.shape and x.is_contiguous()
+        # Being kept here, a few rows must not keep those of a whole prompt.
+        alike = alike and x.untyped_storage().nbytes() <= _KEPT_BYTES_MAX
+        source = x if alike else own.copy_(x)
+        known = (source, source.data_ptr(), () if self._numbers_end is None else source.numpy().data)
+        if alike:
+            if len(self._alike) >= _ALIKE_MAX:
+                self._alike.clear()
+            self._alike[id(x)] = known
+        return known
 
 
 def check_numbers(few: Sequence[int], end: int) -> None:

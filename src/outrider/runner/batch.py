@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ class Batcher:
         self._device = device
         self._here = device.type == "cpu"
         self._reaches = [reach_of(spec.kind) for spec in layout.groups]
+        self._facts = [
+            (spec.page_tokens, reach, spec.causal) for spec, reach in zip(layout.groups, self._reaches, strict=True)
+        ]
         self._few: dict[tuple[int, int, bool], FewNumbers] = {}
         """By first group, number of rows, and whether there are others in use."""
 
@@ -42,31 +46,39 @@ class Batcher:
 
     def _few_rows(self, span: Span, groups: range, beside: bool = False) -> Rows:
         """The same for a single request's step, number by number: arrays of a few elements cost more than that."""
-        line, start, count = span.line, span.start, len(span.tokens)
-        positions = range(start, start + count)
-        numbers = [*span.tokens, *positions, *[line] * count]
+        line, start, own_tokens, kept_from, sees_to, anchored = span
+        count = len(own_tokens)
+        end = start + count
+        positions = range(start, end)
+        numbers = [*own_tokens, *positions, *[line] * count]
+        tables, facts = self._tables, self._facts
         most_keys = []
         for group in groups:
-            spec, reach = self._layout.groups[group], self._reaches[group]
-            low, page_tokens = self._tables.low(group, line), spec.page_tokens
-            if span.anchored:
-                first_keys = [max(low, start - reach)] * count
+            page_tokens, reach, causal = facts[group]
+            low = tables.low(group, line)
+            nearest = start - reach
+            if anchored or (low >= end - 1 - reach):
+                first_keys = [low if low > nearest else nearest] * count
             else:
                 first_keys = [max(low, p - reach) for p in positions]
-            stops = [p + 1 for p in positions]
-            if span.sees_to and not spec.causal:
-                stops = [max(stop, span.sees_to) for stop in stops]
-                if reach < FAR and not span.anchored:
+            stops: Sequence[int] = range(start + 1, end + 1)
+            if sees_to and not causal:
+                stops = [max(stop, sees_to) for stop in stops]
+                if reach < FAR and not anchored:
                     stops = [min(stop, p + reach + 1) for stop, p in zip(stops, positions, strict=True)]
             first_page = start // page_tokens
-            pages = self._tables.pages(group, line, first_page, (start + count - 1) // page_tokens + 1)
-            numbers += [
-                (pages[p // page_tokens - first_page] if p >= span.kept_from else 0) * page_tokens + p % page_tokens
-                for p in positions
-            ]
+            pages = tables.pages(group, line, first_page, (end - 1) // page_tokens + 1)
+            if kept_from <= start and len(pages) == 1:
+                first_slot = start + (pages[0] - first_page) * page_tokens
+                numbers += range(first_slot, first_slot + count)
+            else:
+                numbers += [
+                    (pages[p // page_tokens - first_page] if p >= kept_from else 0) * page_tokens + p % page_tokens
+                    for p in positions
+                ]
             numbers += first_keys
             numbers += stops
-            most_keys.append(max(stop - first for stop, first in zip(stops, first_keys, strict=True)))
+            most_keys.append(max(map(sub, stops, first_keys)))
         if not self._here:
             return self._few_objects(self._tensor(np.array(numbers, np.int64).reshape(-1, count)), groups, most_keys)
         # They are those of the last time with other numbers in them: in the middle of a step, whose weights have just

@@ -149,7 +149,7 @@ class Runner:
         feeds = self._feeds(plan.rows, rows.first_row, ends, tokens)
         proposed = self._propose(plan.rows, ends, tokens, feeds, hidden.taps)
         verdict = Verdict(step=plan.step, tokens=tuple(tokens), proposed=proposed, fork_tokens=forks)
-        return result._replace(verdict=verdict)
+        return StepResult(verdict, *result[1:])
 
     def _target_rows(self, step_rows: Sequence[StepRow]) -> Rows:
         spans = []
