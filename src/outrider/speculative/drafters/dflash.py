@@ -104,9 +104,10 @@ class DFlash(Drafter):
         self._services = services
         self._places = LayerPlaces(services.kv, self.layer_groups)
         self._recorded.clear()
+        self._taps = TapRows()
 
     def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
-        """In one call where both are recorded: what Python does in between, and waking threads, costs more than
+        """In one call where both are recorded: what Python does in between, and waking threads, costs about as much as
         feeding."""
         ready = self._ready_to_feed(feeds, taps) if feeds else None
         if proposals:
