@@ -197,6 +197,26 @@ def test_tokens_say_where_they_came_from() -> None:
     assert "".join(output.outputs[0].pieces) == output.outputs[0].text
 
 
+def test_text_that_nothing_can_end_is_as_any_other() -> None:
+    """At every step, with and without stop strings or log-probabilities that slow it down."""
+    model = tiny_model()
+    seen = []
+    for more in ({}, {"stop": ["never in this text"]}, {"logprobs": 0}):
+        engine = tiny_engine(model, drafter=tiny_draft_model(model, model), k=3)
+        params = SamplingParams(temperature=0, max_tokens=30, **more)
+        engine.add_request("a", [1, 2, 3], params)
+        steps, output = [], engine.output("a")
+        while not output.finished:
+            engine.step()
+            only = output.outputs[0]
+            # What might begin a stop string is held back.
+            text = only.text if "stop" not in more or output.finished else "".join(only.pieces)
+            steps.append((list(only.token_ids), list(only.pieces), list(only.origins), text))
+        assert steps[-1][3] == model.tokenizer.decode(steps[-1][0])
+        seen.append(steps)
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_cached_tokens_are_counted() -> None:
     llm = LLM.over(tiny_engine())
     prompt = list(range(60))

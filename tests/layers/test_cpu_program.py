@@ -13,6 +13,7 @@ from tests.kernels.test_packed import packed_matrix
 from outrider.layers.attention import AttentionRows, PagedKV
 from outrider.layers.cpu_ops import NumbaOps
 from outrider.layers.cpu_program import Step
+from outrider.layers.ops import Ready, Recorded
 from outrider.models.decoder import Decoder, Hidden, LayerKV
 from outrider.models.packed import Packing
 from outrider.models.parameters import Linear
@@ -88,6 +89,9 @@ def steps(of: Decoder) -> list[torch.Tensor]:
         hidden = of.forward(tokens, layers, taps=(0, 1), scored=(count // 2, len(tokens)))
         assert hidden.logits is not None
         assert torch.equal(hidden.logits, of.logits(hidden.final[count // 2 :]))
+        assert (hidden.greatest is None) == (of.spec.logit_softcap is not None or not of.ops.records)  # type: ignore[attr-defined]
+        if hidden.greatest is not None:
+            assert hidden.greatest.read()[0] == hidden.logits.argmax(dim=-1).tolist()
         seen += [hidden.final.clone(), hidden.taps.clone(), hidden.logits.clone()]
     return seen + [each.keys for each in kv] + [each.values for each in kv]
 
@@ -102,9 +106,10 @@ GEMMA = {"post_norms": True, "qk_norm": True, "activation": Activation.GELU_TANH
         {"windows": (6, None, 20)},
         {"post_norms": True},
         {**GEMMA, "windows": (6, 6, None), "attention_softcap": 2.0, "query_scale": 0.2},
+        {"logit_softcap": 0.01},
         {"sinks": True, "windows": (6, None, 6), "activation": Activation.CLAMPED_SWIGLU},
     ],
-    ids=["plain", "windows", "post norms", "as Gemma", "sinks"],
+    ids=["plain", "windows", "post norms", "as Gemma", "capped", "sinks"],
 )
 def test_recorded_steps_are_the_same_to_the_last_bit(changes: dict[str, object]) -> None:
     recorded, called = Calls(records=True), Calls(records=False)
@@ -126,9 +131,12 @@ def test_results_stay_while_another_decoder_runs() -> None:
 
     for token in (1, 2):
         results = step(target, target_kv, token)
-        kept = [each.clone() for each in results if each is not None]
+        kept = [each.clone() for each in results[:3] if each is not None]
+        found = results.greatest.read() if results.greatest is not None else None
         others = step(drafter, drafter_kv, token + 2)
-        for one, before, other in zip(results, kept, others, strict=True):
+        assert results.greatest is not None
+        assert results.greatest.read() == found
+        for one, before, other in zip(results[:3], kept, others[:3], strict=True):
             assert one is not None
             assert other is not None
             assert torch.equal(one, before)
@@ -145,6 +153,88 @@ def test_a_token_that_is_none_is_refused_by_what_is_recorded_too() -> None:
         one_step(of, kv, 3)
 
 
+def test_what_comes_in_is_read_where_it_lies() -> None:
+    """The same tensor with other numbers in it, other tensors, and such as lie otherwise: in turn."""
+    results = []
+    for records in (True, False):
+        of = decoder(Calls(records=records))
+        given = rows([5], 3, None)
+        layers = [LayerKV(place, given) for place in caches(of)]
+        same, other, wide = torch.tensor([1, 2, 3]), torch.tensor([7, 8, 9]), torch.tensor([[4, 0], [5, 0], [6, 0]])
+        seen = []
+        for tokens in (same, same, other, same, wide[:, 0], same, wide[:, 0], same.int(), same):
+            same += 3
+            given.positions.add_(1)
+            wide += 1
+            seen.append(of.forward(tokens, layers).final.clone())
+        same[1] = of.spec.vocab_size
+        with pytest.raises(IndexError, match="found"):
+            of.forward(same, layers)
+        results.append(seen)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_passes_in_one_call_are_as_two_calls() -> None:
+    """The second reads what the first left behind: a key, and through it a row."""
+    seen = [left_and_read(together=together) for together in (True, False)]
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+def left_and_read(*, together: bool) -> list[torch.Tensor]:
+    ops = Calls(records=True)
+    of = decoder(ops)
+    kv = caches(of)
+    first, second = rows([20], 1, None), rows([21], 2, None)
+    layers = [LayerKV(place, second) for place in kv]
+    width = of.spec.kv_size * 2
+    recorded = ops.record(torch.zeros(1, width), [first], lambda x: ops.store(x, of.attention[0], kv[0], first))
+    assert recorded is not None
+    results = []
+    for number in range(3):
+        ready = Ready(recorded, torch.full((1, width), 0.5 + number), [first])
+        if not together:
+            ready.run()
+        hidden = of.forward(torch.tensor([1, 2]), layers, after=ready if together else None)
+        results.append(hidden.final.clone())
+    assert not torch.equal(results[0], results[1])
+    return results
+
+
+@pytest.mark.parametrize("count", [2, 17])
+def test_what_has_to_run_first_runs_where_nothing_is_recorded_too(count: int) -> None:
+    ops, ran = Calls(records=False), []
+
+    class Noted(Recorded[None]):
+        def run(self, x: torch.Tensor, rows: Sequence[AttentionRows], *, after: Ready | None = None) -> None:
+            ran.append(x)
+
+    of = decoder(ops)
+    layers = [LayerKV(place, rows([5], count, None)) for place in caches(of)]
+    x = torch.zeros(1)
+    of.forward(torch.ones(count, dtype=torch.int64), layers, after=Ready(Noted(), x, []))
+    assert len(ran) == 1
+    assert ran[0] is x
+
+
+def test_a_few_rows_do_not_keep_those_of_a_prompt() -> None:
+    ops = Calls(records=True)
+    weight = Linear(weight=torch.randn(8, 64))
+    recorded = ops.record(torch.zeros(2, 64), [], lambda x: ops.project(x, weight))
+    assert recorded is not None
+    for rows_of_step, stays in ((16, True), (100_000, False)):
+        x = torch.randn(rows_of_step, 64)
+        for first in (0, 5):
+            part = x[first : first + 2]
+            for _again in range(2):
+                assert torch.equal(recorded.run(part, []), ops.project(part, weight))
+        gone = weakref.ref(part)
+        del part
+        gc.collect()
+        assert (gone() is not None) == stays
+
+
 def test_memory_is_used_again_within_a_pass() -> None:
     """Results of a layer are gone when the next one runs, so 12 layers need no more than 3."""
     sizes = []
@@ -152,7 +242,7 @@ def test_memory_is_used_again_within_a_pass() -> None:
         of = decoder(Calls(records=True), windows=(None,) * count)
         layers = [LayerKV(place, rows([5], 1, None)) for place in caches(of)]
         of.forward(torch.tensor([1]), layers)
-        (program,) = of._recorded.values()
+        ((program, _layers, _rows),) = of._recorded.values()
         sizes.append(sum(isinstance(kept, torch.Tensor) and kept.shape[0] == 1 for kept in program._kept))
     assert sizes[0] == sizes[1]
 

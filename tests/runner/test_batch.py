@@ -44,6 +44,27 @@ def same(one: Rows, other: Rows) -> None:
             assert torch.equal(x, y), name
 
 
+def test_rows_that_are_kept_follow_the_tables_when_those_grow() -> None:
+    of = batcher(random.Random(1))
+    span = Span(line=1, start=20, tokens=[1, 2, 3], kept_from=0)
+    before = of.rows([span], range(2))
+    assert of.rows([span], range(2)) is before
+    more = [PageAssignment(f"more {number}", 0, 0, (number,), 0) for number in range(20)]
+    of._tables.apply(KVPlan(step=1, assignments=tuple(more)))
+    after = of.rows([span], range(2))
+    same(after, of._many_rows([span], range(2)))
+    assert after.groups[0].tables.shape[0] > before.groups[0].tables.shape[0]
+    assert after.groups is not before.groups
+
+
+def test_rows_beside_others_leave_those_alone() -> None:
+    of = batcher(random.Random(1))
+    one, other = (Span(line=1, start=start, tokens=[start, 2, 3], kept_from=0) for start in (20, 50))
+    fed, block = of.rows([one], range(2), beside=True), of.rows([other], range(2))
+    same(fed, of._many_rows([one], range(2)))
+    same(block, of._many_rows([other], range(2)))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_few_rows_are_as_many_rows_would_be(seed: int) -> None:
     rng = random.Random(seed)

@@ -14,6 +14,7 @@ from tests.runner.chi_square import chi_square_p
 from torch import Tensor
 
 from outrider.errors import RequestError
+from outrider.layers.ops import Greatest
 from outrider.runner.logprobs import ranks, ranks_on_cpu
 from outrider.runner.request_sampling import TokenCounts
 from outrider.runner.sampler import FAILED, RequestSampling, Sampled, Sampler, SampleRow, token_logprobs
@@ -39,6 +40,49 @@ def request(output: Sequence[int] = (), *, device: str = "cpu", **fields: Any) -
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     return Sampler(logits.shape[-1], logits.device).sample(logits, rows)
+
+
+class Known(Greatest):
+    """Somebody has looked already."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def read(self) -> tuple[list[int], list[float]]:
+        return self._logits.argmax(dim=-1).tolist(), self._logits.amax(dim=-1).tolist()
+
+    def shares(self) -> list[float] | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": 2},
+        {"min_tokens": 30},
+        {"logit_bias": {2: 9.0}},
+        {"allowed_token_ids": [1, 4]},
+        {"repetition_penalty": 3.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+    ],
+    ids=str,
+)
+def test_what_is_known_of_the_logits_changes_nothing(fields: dict[str, Any]) -> None:
+    """Alone, beside a row of which the largest is the token, and beside one that is broken."""
+    logits = logits_like(5, num_rows=12)
+    logits[:, EOS] += 2.0
+    logits[7, 3], logits[8], logits[9, 1] = math.nan, -math.inf, math.inf
+    asking, plain = request(**({"temperature": 0.0} | fields)), request(temperature=0.0)
+    for states in ([asking] * 12, [plain, asking] * 6, [plain] * 12):
+        rows = [SampleRow(state, 10 + number) for number, state in enumerate(states)]
+        for part in (slice(0, 7), slice(6, 12)):
+            sampler = Sampler(VOCAB, "cpu")
+            one = sampler.sample(logits[part], rows[part])
+            other = sampler.sample(logits[part], rows[part], found=Known(logits[part]))
+            assert (one.tokens, one.logprobs, list(one.failed)) == (other.tokens, other.logprobs, list(other.failed))
+            assert [str(error) for error in one.failed.values()] == [str(error) for error in other.failed.values()]
 
 
 # --- the distribution ------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ def services(calls: list[list[DrawRow]]) -> DraftServices:
         return logits.argmax(-1).tolist()
 
     unused: Any = None
-    return DraftServices(rows=unused, groups=range(0), kv=(), draw=draw, worth_going_on=lambda _: True)
+    return DraftServices(
+        rows=unused, groups=range(0), kv=(), draw=draw, weighs=lambda: False, worth_going_on=lambda _: True
+    )
 
 
 def test_all_at_once_unless_draws_depend_on_each_other() -> None:

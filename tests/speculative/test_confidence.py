@@ -20,7 +20,7 @@ from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
 from outrider.runner.sampler import RequestSampling
 from outrider.sampling import SamplingParams
-from outrider.speculative.drafter import Drafter, ProposeRow
+from outrider.speculative.drafter import Drafter, FeedRow, ProposeRow
 
 K = 5
 
@@ -32,15 +32,15 @@ class Watched:
         self.made: list[int] = []
         self.asked: list[int] = []
         """In the first steps of each request, which are far from its end."""
-        propose = drafter.propose
+        step = drafter.step
 
-        def counted(rows: list[ProposeRow]) -> list[list[int]]:
-            drafts = propose(rows)
+        def counted(feeds: list[FeedRow], taps: torch.Tensor, rows: list[ProposeRow]) -> list[list[int]]:
+            drafts = step(feeds, taps, rows)
             self.asked.extend(row.k for row in rows if len(row.request.tokens) - row.request.prompt_len < 10)
             self.made.extend(map(len, drafts))
             return drafts
 
-        drafter.propose = counted  # type: ignore[method-assign, assignment]
+        drafter.step = counted  # type: ignore[method-assign, assignment]
         self.engine = engine
 
     @property

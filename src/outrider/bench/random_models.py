@@ -238,7 +238,12 @@ class MostlyRight(Drafter):
         self._inner.feed(rows, taps)
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
-        drafts = self._inner.propose(rows)
+        return self._handed_in(rows, self._inner.propose(rows))
+
+    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
+        return self._handed_in(proposals, self._inner.step(feeds, taps, proposals))
+
+    def _handed_in(self, rows: Sequence[ProposeRow], drafts: list[list[int]]) -> list[list[int]]:
         return [self._corrected(row.request.tokens.tolist(), given) for row, given in zip(rows, drafts, strict=True)]
 
     def _corrected(self, known: list[int], drafts: list[int]) -> list[int]:

@@ -37,6 +37,15 @@ class Continuation:
         finish: str | None,
     ) -> bool:
         """Add tokens; True if a stop string ends it before the scheduler knows."""
+        if finish is None and logprobs is None and not self._stop_strings:
+            # Nothing can end it.
+            output, pieces = self.output, [self._detokenizer.push(token) for token in tokens]
+            output.token_ids.extend(tokens)
+            output.origins.extend(origins)
+            output.pieces.extend(pieces)
+            self._text += "".join(pieces)
+            output.text = self._text
+            return False
         for place, token in enumerate(tokens):
             self.output.token_ids.append(token)
             self.output.origins.append(origins[place])

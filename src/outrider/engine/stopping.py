@@ -10,6 +10,10 @@ class StopStrings:
         self._strings = tuple(strings)
         self._longest = max(map(len, self._strings), default=0)
 
+    def __bool__(self) -> bool:
+        """Are there any?"""
+        return bool(self._strings)
+
     def find(self, text: str, searched: int) -> tuple[int, str] | None:
         """Where the first stop string begins, and which; everything before `searched` is known to hold none."""
         best: tuple[int, str] | None = None

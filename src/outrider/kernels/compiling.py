@@ -31,6 +31,7 @@ _SOURCES = (
     "attention",
     "compiling",
     "gather",
+    "greatest",
     "jobs",
     "linear",
     "memory",

@@ -44,7 +44,8 @@ RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_STORE, RUN_ATTEND, RUN_COPY, RUN_PROGRAM = 
 """What a caller can ask for. RUN_PLAIN: a job whose chunks are counted already. RUN_LINEAR: its parameter is the job
 of a norm to begin with, or 0. RUN_STORE: attention without queries. RUN_ATTEND: its parameter says for how many blocks
 there is room for parts. RUN_COPY: instead of a job, the address of float32 numbers; its parameter is where they go.
-RUN_PROGRAM: instead of a job, the address of a list of these; its parameter is how many there are."""
+RUN_PROGRAM: instead of a job, the address of a list of these; its parameter is how many there are. A list may
+be one of lists instead."""
 WHAT, JOB_OR_SOURCE, PARAMETER, COUNT = range(4)
 """Words of one thing in a program. COUNT: of numbers to copy."""
 PROGRAM_WORDS = 4
@@ -159,20 +160,30 @@ def _perform(pool, job, what, parameter, count, shared):
 
 
 @njit(**OPTIONS)
+def _play(pool, entries, count, shared):
+    for number in range(count):
+        entry = entries + 8 * PROGRAM_WORDS * number
+        _perform(
+            pool,
+            word(entry, JOB_OR_SOURCE),
+            word(entry, WHAT),
+            word(entry, PARAMETER),
+            word(entry, COUNT),
+            shared,
+        )
+
+
+@njit(**OPTIONS)
 def _run(pool, job, what, parameter):
     # A caller who finds the pool in use works alone.
     shared = atomic_load(pool + THREADS) > 1 and atomic_claim(pool + BUSY, 0, 1)
     if what == RUN_PROGRAM:
-        for number in range(parameter):
-            entry = job + 8 * PROGRAM_WORDS * number
-            _perform(
-                pool,
-                word(entry, JOB_OR_SOURCE),
-                word(entry, WHAT),
-                word(entry, PARAMETER),
-                word(entry, COUNT),
-                shared,
-            )
+        if word(job, WHAT) != RUN_PROGRAM:
+            _play(pool, job, parameter, shared)
+        else:
+            for number in range(parameter):
+                entry = job + 8 * PROGRAM_WORDS * number
+                _play(pool, word(entry, JOB_OR_SOURCE), word(entry, PARAMETER), shared)
     else:
         _perform(pool, job, what, parameter, 0, shared)
     if shared:

@@ -15,7 +15,7 @@ _ZERO, _LOWEST, _ONE = np.float32(0.0), np.float32(-np.inf), np.float32(1.0)
 
 
 @njit(**OPTIONS)
-def _share(row, count):
+def share(row, count):
     whole = count - count % LANES
     most = splat(_LOWEST)
     for at in range(0, whole, LANES):
@@ -34,7 +34,7 @@ def _share(row, count):
 
 def shares(logits, rows, count, out):
     for row in range(rows):
-        store_f32(out + 4 * row, _share(logits + 4 * row * count, count))
+        store_f32(out + 4 * row, share(logits + 4 * row * count, count))
 
 
 SHARES = Entry(shares, "void(int64, int64, int64, int64)")

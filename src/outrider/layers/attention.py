@@ -60,3 +60,7 @@ class AttentionRows:
     """int64 [rows]"""
     most_keys: int
     """No row reads more keys than this."""
+
+    def renew(self, most_keys: int) -> None:
+        """The tensors have been filled with the numbers of another step."""
+        object.__setattr__(self, "most_keys", most_keys)

@@ -6,6 +6,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +14,18 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.kernels import Progress
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ops, Recorded, route
+from outrider.layers.ops import Greatest, Ops, Recorded, Result, route
 from outrider.models.packed import PackedMatrix, Packing
 from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix, plain
 from outrider.models.spec import Activation, ExpertsSpec
 
 try:
-    from outrider.kernels import activations, attention, gather, linear, norm, rotate
+    from outrider.kernels import activations, attention, gather, greatest, linear, norm, rotate
     from outrider.kernels.compiling import Kernel, load_all, load_entry
     from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.kernels.threads import Threads, available_cores, shared_threads
     from outrider.kernels.vector import BFLOAT16, EIGHT_BITS, FAST_HERE, FLOAT16, FLOAT32, FOUR_BITS
-    from outrider.layers.cpu_program import Job, Program, Step, check_numbers
+    from outrider.layers.cpu_program import Found, Job, Program, Step, check_numbers
 except ImportError as error:
     _import_error: str | None = str(error)
 else:
@@ -42,6 +43,7 @@ _WORD = struct.Struct("q")
 _GATHER = struct.Struct("6qf4x")
 _NORM = struct.Struct("5qf4x4q")
 _LINEAR = struct.Struct("14q")
+_GREATEST = struct.Struct("5q")
 _LAYER = struct.Struct("3qf4x4qf4xf4xq")
 _PLACE = struct.Struct("19q")  # from STEP to PARTS
 _STEPS_CACHED_MAX = 8
@@ -76,7 +78,7 @@ class NumbaOps(Ops):
         self._progress = progress
         self._threads: Threads = shared_threads(available_cores() if threads is None else threads)
         self._job, self._norm_job = Job(), Job()
-        self._program: Program | None = None
+        self._program: Program[Any] | None = None
         """What is being recorded."""
         self._scratch, self._normed, self._queries, self._plan, self._parts = (_Buffer() for _ in range(5))
         self._layers: dict[int, tuple[AttentionLayer, bytes, list[Tensor]]] = {}
@@ -106,7 +108,7 @@ class NumbaOps(Ops):
     def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
         count, (end, k) = tokens.shape[0], embedding.shape
         if self._program is None:
-            check_numbers(tokens, end)
+            check_numbers(tokens.tolist(), end)
             tokens = tokens.to(torch.int64).contiguous()
         else:
             self._program.numbers(end)
@@ -284,11 +286,23 @@ class NumbaOps(Ops):
         else:
             self._program.copy(x, out)
 
+    def greatest(self, x: Tensor, *, shares: bool = False) -> Greatest | None:
+        """Only where it saves a call into NumPy, which takes longer than the search when caches are cold."""
+        if self._program is None:
+            return None
+        rows, k = x.shape
+        found, job = Found(rows, shares=shares), self._program.job()
+        self._program.keep(found)
+        _HEADER.pack_into(job.words, 0, greatest.GREATEST.address, rows, 0, 0)
+        _GREATEST.pack_into(job.words, 8 * greatest.X, x.data_ptr(), x.stride(0) * 4, k, found.address, shares)
+        self._call(RUN_PLAIN, job, 0)
+        return found
+
     def record(
-        self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]
-    ) -> Recorded | None:
+        self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Result]
+    ) -> Recorded[Result] | None:
         assert self._program is None
-        self._program = program = Program(self._threads.address, x)
+        self._program = program = Program[Result](self._threads.address, x)
         try:
             program.record(rows, body)
         finally:
@@ -375,7 +389,7 @@ class NumbaOps(Ops):
         if self._program is not None:
             return self._program.step(rows)
         known = self._steps.get(id(rows))
-        if known is not None and known[0] is rows:
+        if known is not None and known[1].holds(rows):
             return known[1]
         if len(self._steps) >= _STEPS_CACHED_MAX:
             self._steps.clear()
@@ -392,7 +406,7 @@ def warm_up(kinds: Iterable[torch.dtype | Packing], progress: Progress | None = 
     items = {_ITEMS[_known(kind)] for kind in kinds if isinstance(kind, torch.dtype)}
     # Whoever keeps weights packed computes and caches in float32.
     caches = items | ({FLOAT32} if packed else set())
-    kernels = [norm.NORM]
+    kernels = [norm.NORM, greatest.GREATEST]
     stored = sorted(items | {_PACKINGS[kind] for kind in packed})
     kernels += [table[item] for table in (linear.LINEAR, gather.GATHER) for item in stored]
     kernels += [table[item] for item in sorted(caches) for table in (rotate.ROTATE, attention.ATTEND)]

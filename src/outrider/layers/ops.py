@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.nn import functional
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
 from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear, Matrix, plain, written_out
 from outrider.models.spec import Activation, ExpertsSpec
+
+Result = TypeVar("Result")
 
 
 class Ability(Enum):
@@ -28,12 +31,36 @@ class Ability(Enum):
     SOFTCAP = "softcap"
 
 
-class Recorded(ABC):
+class Greatest(ABC):
+    """Where each row's largest number is; known when the pass has run that asks for it."""
+
+    @abstractmethod
+    def read(self) -> tuple[list[int], list[float]]:
+        """The lowest place of each row's largest number, and that number; NaN is larger than any number."""
+
+    @abstractmethod
+    def shares(self) -> list[float] | None:
+        """The share of that number in a softmax of its row, if that was asked for."""
+
+
+class Recorded(ABC, Generic[Result]):
     """Operations that were recorded, to be run again on other values."""
 
     @abstractmethod
-    def run(self, x: Tensor, rows: Sequence[AttentionRows]) -> list[Tensor]:
-        """For an x of the recorded shape, and rows in the recorded order. The next run writes over the results."""
+    def run(self, x: Tensor, rows: Sequence[AttentionRows], *, after: Ready | None = None) -> Result:
+        """For an x of the recorded shape, and rows in the recorded order. The next run writes over the results.
+        `after`: what has to run first, in the same call."""
+
+
+class Ready(NamedTuple):
+    """Operations that were recorded, and what to run them on. The values may not change until they have run."""
+
+    recorded: Recorded[Any]
+    x: Tensor
+    rows: Sequence[AttentionRows]
+
+    def run(self) -> None:
+        self.recorded.run(self.x, self.rows)
 
 
 class Ops(ABC):
@@ -91,13 +118,17 @@ class Ops(ABC):
         """What x is now, to columns of a wider tensor."""
         out.copy_(x)
 
+    def greatest(self, x: Tensor, *, shares: bool = False) -> Greatest | None:
+        """Of rows that were just made, where that is quicker than looking afterwards; None: look."""
+        return None
+
     def record(
-        self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Sequence[Tensor]]
-    ) -> Recorded | None:
+        self, x: Tensor, rows: Sequence[AttentionRows], body: Callable[[Tensor], Result]
+    ) -> Recorded[Result] | None:
         """Write down what `body` does with x, for versions where calling costs more than computing; None: call it.
 
         `body` only calls these operations, with arguments that depend on nothing but shapes; it keeps no views. x may
-        also be token ids, which `body` embeds.
+        also be token ids, which `body` embeds. It is read where it lies, so `body` does not write over it.
         """
         return None
 

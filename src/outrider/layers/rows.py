@@ -34,7 +34,10 @@ class Rows(NamedTuple):
     """In the order of the groups asked for."""
     first_row: list[int]
     """Per span: where its rows begin."""
+    kept: bool = False
+    """These very objects come back with other numbers in them: what is made of them is worth keeping."""
 
 
 class RowBuilder(Protocol):
-    def rows(self, spans: Sequence[Span], groups: range) -> Rows: ...
+    def rows(self, spans: Sequence[Span], groups: range, *, beside: bool = False) -> Rows:
+        """`beside`: in other memory than without, so that both can be in use."""

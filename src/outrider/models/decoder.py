@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,13 +10,16 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ability, Ops, Recorded
+from outrider.layers.ops import Ability, Greatest, Ops, Ready, Recorded
 from outrider.layers.rope import rotary_table
+from outrider.layers.rows import Rows
+from outrider.models.kv_groups import LayerGroups
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters
 from outrider.models.spec import DecoderSpec, RopeSpec
 
 RECORDED_ROWS_MAX = 16
 """Steps of more rows take so long that calls no longer count."""
+PLACES_KEPT_MAX = 64
 
 
 class LayerKV(NamedTuple):
@@ -24,6 +27,27 @@ class LayerKV(NamedTuple):
 
     kv: PagedKV
     rows: AttentionRows
+
+
+class LayerPlaces:
+    """Puts rows in groups beside the KV of the layers."""
+
+    def __init__(self, kv: Sequence[PagedKV], groups: LayerGroups) -> None:
+        self._layers = [(layer, group) for layer, (group, _place) in zip(kv, groups.place, strict=True)]
+        self._known: dict[int, tuple[tuple[AttentionRows, ...], tuple[LayerKV, ...]]] = {}
+        """For rows that are kept."""
+
+    def of(self, rows: Rows) -> tuple[LayerKV, ...]:
+        groups = rows.groups
+        known = self._known.get(id(groups))
+        if known is not None and known[0] is groups:
+            return known[1]
+        layers = tuple([LayerKV(kv, groups[group]) for kv, group in self._layers])
+        if rows.kept:
+            if len(self._known) >= PLACES_KEPT_MAX:
+                self._known.clear()
+            self._known[id(groups)] = (groups, layers)
+        return layers
 
 
 class Hidden(NamedTuple):
@@ -34,7 +58,28 @@ class Hidden(NamedTuple):
     taps: Tensor
     """Hidden states that leave the tapped layers, side by side in the order asked for: [rows, taps * hidden]."""
     logits: Tensor | None
-    """Of the rows asked for."""
+    """Of the rows asked for, in float32."""
+    greatest: Greatest | None = None
+    """Of these logits, where they were looked for in the same pass."""
+
+
+class _Pass(NamedTuple):
+    """What was recorded, and what it ran with last."""
+
+    recorded: Recorded[Hidden] | None
+    layers: Sequence[LayerKV]
+    rows: list[AttentionRows]
+
+
+class _Wanted(NamedTuple):
+    """Of a pass."""
+
+    taps: tuple[int, ...]
+    scored: tuple[int, int] | None
+    shares: bool
+
+
+_Key = tuple[int, _Wanted]
 
 
 class Decoder:
@@ -46,8 +91,8 @@ class Decoder:
         embedding = self.parameters.embedding
         # Which experts run depends on the rows.
         self._recordable = all(layer.experts is None for layer in spec.layers)
-        self._recorded: dict[Hashable, Recorded | None] = {}
-        """By number of rows, taps and rows that are scored."""
+        self._recorded: dict[_Key, _Pass] = {}
+        """By number of rows and what is wanted of them."""
         self._scores: Tensor | None = None
         """Logits of what is recorded: large, so all of it shares them."""
         self._places: tuple[PagedKV, ...] = ()
@@ -83,32 +128,51 @@ class Decoder:
         *,
         taps: Sequence[int] = (),
         scored: tuple[int, int] | None = None,
+        shares: bool = False,
+        after: Ready | None = None,
     ) -> Hidden:
         """Run the rows of a step. Tap i is the residual stream after layer i. `scored`: the rows [first, end) whose
-        logits are wanted; scoring them in the same pass is quicker than afterwards."""
-        final, tapped, *logits = self._pass(tokens, layers, tuple(taps), scored)
-        return Hidden(final, tapped, self._capped(logits[0]) if logits else None)
+        logits are wanted; scoring them in the same pass is quicker than afterwards. `shares`: where their largest are
+        looked for, the share of these is wanted too. `after`: what has to run first."""
+        hidden = self._pass(tokens, layers, _Wanted(tuple(taps), scored, shares), after)
+        if self.spec.logit_softcap is None or hidden.logits is None:
+            return hidden
+        return hidden._replace(logits=self._capped(hidden.logits))
 
     def _pass(
-        self, tokens: Tensor, layers: Sequence[LayerKV], taps: tuple[int, ...], scored: tuple[int, int] | None
-    ) -> Sequence[Tensor]:
-        """What leaves the last layer, the taps, and what leaves the head. Recorded once for each number of rows where
-        that is faster."""
+        self,
+        tokens: Tensor,
+        layers: Sequence[LayerKV],
+        wanted: _Wanted,
+        after: Ready | None,
+    ) -> Hidden:
+        """With logits that are not capped yet. Recorded once for each number of rows where that is faster."""
         count = tokens.shape[0]
-        if count > RECORDED_ROWS_MAX or not self._recordable:
-            return self._run(tokens, layers, taps, scored)
-        rows = [place.rows for place in layers]
+        if count <= RECORDED_ROWS_MAX and self._recordable:
+            key = (count, wanted)
+            known = self._recorded.get(key)
+            if known is None or known.layers is not layers:
+                known = self._recorded[key] = self._record(tokens, layers, key)
+            if known.recorded is not None:
+                return known.recorded.run(tokens, known.rows, after=after)
+        if after is not None:
+            after.run()
+        return self._run(tokens, layers, wanted)
+
+    def _record(self, tokens: Tensor, layers: Sequence[LayerKV], key: _Key) -> _Pass:
+        """Unless what was recorded for other rows will do."""
+        _count, wanted = key
         places = tuple([place.kv for place in layers])
         if places != self._places:
             self._recorded.clear()
             self._places = places
-        key = (count, taps, scored)
-        if key not in self._recorded:
-            self._recorded[key] = self.ops.record(
-                tokens, rows, lambda tokens: self._run(tokens, layers, taps, scored, self._room_for_scores(scored))
-            )
-        recorded = self._recorded[key]
-        return self._run(tokens, layers, taps, scored) if recorded is None else recorded.run(tokens, rows)
+        known, rows = self._recorded.get(key), [place.rows for place in layers]
+        if known is not None:
+            return known._replace(layers=layers, rows=rows)
+        recorded = self.ops.record(
+            tokens, rows, lambda tokens: self._run(tokens, layers, wanted, self._room_for_scores(wanted.scored))
+        )
+        return _Pass(recorded, layers, rows)
 
     def _room_for_scores(self, scored: tuple[int, int] | None) -> Tensor | None:
         if scored is not None and self._scores is None:
@@ -119,11 +183,10 @@ class Decoder:
         self,
         tokens: Tensor,
         layers: Sequence[LayerKV],
-        taps: tuple[int, ...],
-        scored: tuple[int, int] | None,
+        wanted: _Wanted,
         room: Tensor | None = None,
-    ) -> list[Tensor]:
-        spec, ops = self.spec, self.ops
+    ) -> Hidden:
+        spec, ops, (taps, scored, shares) = self.spec, self.ops, wanted
         x = ops.embed(tokens, self.parameters.embedding, spec.embedding_scale)
         width = spec.hidden_size
         tapped = x.new_empty(x.shape[0], len(taps) * width)
@@ -137,9 +200,11 @@ class Decoder:
                     # Later layers may write over it.
                     ops.copy(x, tapped[:, place_of_tap * width : (place_of_tap + 1) * width])
         if scored is None:
-            return [x, tapped]
+            return Hidden(x, tapped, None)
         first, end = scored
-        return [x, tapped, self._score(x[first:end], None if room is None else room[: end - first])]
+        logits = self._score(x[first:end], None if room is None else room[: end - first])
+        # Capping makes neighbours equal, and then another one is the first.
+        return Hidden(x, tapped, logits, ops.greatest(logits, shares=shares) if spec.logit_softcap is None else None)
 
     def feed_forward(self, number: int, weights: LayerParameters, x: Tensor) -> Tensor:
         """The second half of a layer, residual included."""
@@ -158,10 +223,10 @@ class Decoder:
 
     def _score(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         head, norm = self.parameters.head, self.parameters.final_norm
-        return self.ops.project(hidden, head, norm=norm, eps=self.spec.norm_eps, out=out)
+        scores = self.ops.project(hidden, head, norm=norm, eps=self.spec.norm_eps, out=out)
+        return scores if scores.dtype is torch.float32 else scores.float()
 
-    def _capped(self, scores: Tensor) -> Tensor:
-        logits = scores if scores.dtype is torch.float32 else scores.float()
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

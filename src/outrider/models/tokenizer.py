@@ -36,6 +36,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._tokens: dict[int, str] = {}
+        """Those that were asked for."""
         self.source = source
         self.bos_id = bos_id
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
@@ -59,7 +61,13 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it; None for an id that stands for nothing."""
-        return self._backend.id_to_token(token_id)
+        # A step that has sent all weights through the caches finds a dictionary sooner than the library's tables.
+        token = self._tokens.get(token_id)
+        if token is None:
+            token = self._backend.id_to_token(token_id)
+            if token is not None:
+                self._tokens[token_id] = token
+        return token
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -30,42 +31,72 @@ class Batcher:
         self._layout = layout
         self._tables = tables
         self._device = device
+        self._here = device.type == "cpu"
         self._reaches = [reach_of(spec.kind) for spec in layout.groups]
-        self._few: dict[tuple[int, int], FewNumbers] = {}
+        self._facts = [
+            (spec.page_tokens, reach, spec.causal) for spec, reach in zip(layout.groups, self._reaches, strict=True)
+        ]
+        self._few: dict[tuple[int, int, bool], FewNumbers] = {}
+        """By first group, number of rows, and whether there are others in use."""
 
-    def rows(self, spans: Sequence[Span], groups: range) -> Rows:
+    def rows(self, spans: Sequence[Span], groups: range, *, beside: bool = False) -> Rows:
         if len(spans) == 1 and len(spans[0].tokens) <= FEW_ROWS:
-            return self._few_rows(spans[0], groups)
+            return self._few_rows(spans[0], groups, beside)
         return self._many_rows(spans, groups)
 
-    def _few_rows(self, span: Span, groups: range) -> Rows:
+    def _few_rows(self, span: Span, groups: range, beside: bool = False) -> Rows:
         """The same for a single request's step, number by number: arrays of a few elements cost more than that."""
-        line, start, count = span.line, span.start, len(span.tokens)
-        positions = range(start, start + count)
-        numbers = [*span.tokens, *positions, *[line] * count]
+        line, start, own_tokens, kept_from, sees_to, anchored = span
+        count = len(own_tokens)
+        end = start + count
+        positions = range(start, end)
+        numbers = [*own_tokens, *positions, *[line] * count]
+        tables, facts = self._tables, self._facts
         most_keys = []
         for group in groups:
-            spec, reach, row = self._layout.groups[group], self._reaches[group], self._tables.array(group)[line]
-            low, page_tokens = int(self._tables.lows[line, group]), spec.page_tokens
-            if span.anchored:
-                first_keys = [max(low, start - reach)] * count
+            page_tokens, reach, causal = facts[group]
+            low = tables.low(group, line)
+            nearest = start - reach
+            if anchored or (low >= end - 1 - reach):
+                first_keys = [low if low > nearest else nearest] * count
             else:
                 first_keys = [max(low, p - reach) for p in positions]
-            stops = [p + 1 for p in positions]
-            if span.sees_to and not spec.causal:
-                stops = [max(stop, span.sees_to) for stop in stops]
-                if reach < FAR and not span.anchored:
+            stops: Sequence[int] = range(start + 1, end + 1)
+            if sees_to and not causal:
+                stops = [max(stop, sees_to) for stop in stops]
+                if reach < FAR and not anchored:
                     stops = [min(stop, p + reach + 1) for stop, p in zip(stops, positions, strict=True)]
             first_page = start // page_tokens
-            pages = row[first_page : (start + count - 1) // page_tokens + 1].tolist()
-            numbers += [
-                (pages[p // page_tokens - first_page] if p >= span.kept_from else 0) * page_tokens + p % page_tokens
-                for p in positions
-            ]
+            pages = tables.pages(group, line, first_page, (end - 1) // page_tokens + 1)
+            if kept_from <= start and len(pages) == 1:
+                first_slot = start + (pages[0] - first_page) * page_tokens
+                numbers += range(first_slot, first_slot + count)
+            else:
+                numbers += [
+                    (pages[p // page_tokens - first_page] if p >= kept_from else 0) * page_tokens + p % page_tokens
+                    for p in positions
+                ]
             numbers += first_keys
             numbers += stops
-            most_keys.append(max(stop - first for stop, first in zip(stops, first_keys, strict=True)))
-        tokens, at, lines, *own = self._few_tensors(numbers, count)
+            most_keys.append(max(map(sub, stops, first_keys)))
+        if not self._here:
+            return self._few_objects(self._tensor(np.array(numbers, np.int64).reshape(-1, count)), groups, most_keys)
+        # They are those of the last time with other numbers in them: in the middle of a step, whose weights have just
+        # gone through all caches, making some takes longer than all that is reckoned above.
+        few = self._few.get((groups.start, count, beside))
+        if few is None or few.rows.groups[0].tables is not self._tables.tensor(groups.start):
+            array = np.zeros((len(numbers) // count, count), np.int64)
+            rows = self._few_objects(torch.from_numpy(array), groups, most_keys)._replace(kept=True)
+            few = self._few[groups.start, count, beside] = FewNumbers(
+                struct.Struct(f"{len(numbers)}q"), array.data.cast("B"), rows
+            )
+        few.layout.pack_into(few.memory, 0, *numbers)
+        for of_group, most in zip(few.rows.groups, most_keys, strict=True):
+            of_group.renew(most)
+        return few.rows
+
+    def _few_objects(self, numbers: Tensor, groups: range, most_keys: Sequence[int]) -> Rows:
+        tokens, at, lines, *own = numbers.unbind()
         found = tuple(
             AttentionRows(
                 positions=at,
@@ -79,18 +110,6 @@ class Batcher:
             for number, group in enumerate(groups)
         )
         return Rows(tokens=tokens, groups=found, first_row=[0])
-
-    def _few_tensors(self, numbers: list[int], count: int) -> tuple[Tensor, ...]:
-        """As tensors of `count`. Where the model runs here, they are those of the last time with other numbers in them:
-        in the middle of a step, whose weights have just gone through all caches, making some takes longer than all
-        that is reckoned above."""
-        if self._device.type != "cpu":
-            return self._tensor(np.array(numbers, np.int64).reshape(-1, count)).unbind()
-        few = self._few.get((len(numbers), count))
-        if few is None:
-            few = self._few[len(numbers), count] = FewNumbers(len(numbers), count)
-        few.layout.pack_into(few.memory, 0, *numbers)
-        return few.tensors
 
     def _many_rows(self, spans: Sequence[Span], groups: range) -> Rows:
         counts = np.array([len(span.tokens) for span in spans], np.int64)
@@ -147,14 +166,12 @@ class Batcher:
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
-class FewNumbers:
-    """Memory that is written as plain numbers and read as tensors."""
+class FewNumbers(NamedTuple):
+    """Memory that is written as plain numbers and read as rows."""
 
-    def __init__(self, total: int, count: int) -> None:
-        self.layout = struct.Struct(f"{total}q")
-        array = np.zeros((total // count, count), np.int64)
-        self.memory = array.data.cast("B")
-        self.tensors = torch.from_numpy(array).unbind()
+    layout: struct.Struct
+    memory: memoryview
+    rows: Rows
 
 
 class Blocks(NamedTuple):

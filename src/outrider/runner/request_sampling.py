@@ -104,6 +104,8 @@ class RequestSampling:
                 self.history.add(prompt, 0.0)
         self.edits = self.history is not None or self.allowed is not None or bool(self.bias)
         """Are the logits changed at every row?"""
+        self.plain = self.greedy and not (self.edits or matcher or self.min_tokens or params.logprobs is not None)
+        """Is the largest logit all that counts, at every row?"""
         self.append(output)
 
     def append(self, tokens: Sequence[int]) -> None:

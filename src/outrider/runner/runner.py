@@ -12,10 +12,10 @@ from torch import Tensor
 from outrider.errors import RequestError
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
-from outrider.layers.ops import Ops
+from outrider.layers.ops import Greatest, Ops
 from outrider.layers.rows import Rows, Span
 from outrider.layers.torch_threads import torch_threads
-from outrider.models.decoder import Decoder, Hidden, LayerKV
+from outrider.models.decoder import Decoder, Hidden, LayerPlaces
 from outrider.models.kv_groups import LayerGroups
 from outrider.runner.batch import Batcher
 from outrider.runner.confidence import largest_shares
@@ -41,6 +41,10 @@ class StepResult(NamedTuple):
     """(position, …) of prompt tokens, as their rows ran."""
     failed: dict[str, str]
     """Requests whose logits are not numbers, and what to tell their owners."""
+
+
+NO_VERDICT = Verdict(step=-1, tokens=(), proposed=())
+"""Until there is one."""
 
 
 class Wanted(NamedTuple):
@@ -79,7 +83,6 @@ class Runner:
         likely; 0: all of them."""
         self.least_confidence = least_confidence
         self._target = target
-        self._target_groups = target_groups
         self._drafter = drafter
         self._layout = layout
         self._footprint = layout.footprint
@@ -92,7 +95,7 @@ class Runner:
         self.store = PageStore(layout, config.arena_pages, owners, dtype=kv_dtype, device=device)
         self._tables = TableLines(layout, max_model_len=config.max_model_len, device=device)
         self._batcher = Batcher(layout, self._tables, device)
-        self._target_kv = self.store.layers(target_groups, 0)
+        self._places = LayerPlaces(self.store.layers(target_groups, 0), target_groups)
         self._sampler = Sampler(target.spec.vocab_size, device)
         self.device = device
         self._watch = StepWatch(layout, sanitizer) if sanitizer is not None else None
@@ -105,6 +108,7 @@ class Runner:
                     groups=groups,
                     kv=kv,
                     draw=self._draw,
+                    weighs=lambda: self.least_confidence > 0,
                     worth_going_on=self._worth_going_on,
                 )
             )
@@ -132,9 +136,9 @@ class Runner:
         if self._watch is not None:
             self._watch.begin(plan)
         self.store.copy(plan.kv.copies)
-        result = StepResult(Verdict(step=plan.step, tokens=(), proposed=()), {}, {}, {}, {})
+        result = StepResult(NO_VERDICT, {}, {}, {}, {})
         if not plan.rows:
-            return result
+            return result._replace(verdict=Verdict(step=plan.step, tokens=(), proposed=()))
         for row in plan.rows:
             self.requests[row.request].line = self._tables.line(row.request)
         rows = self._target_rows(plan.rows)
@@ -142,10 +146,10 @@ class Runner:
         hidden = self._run_target(rows, wanted.together)
         tokens, forks = self._sample(plan.rows, rows.first_row, wanted, hidden, result)
         ends = self._take_over(plan.rows, tokens)
-        self._feed(plan.rows, rows.first_row, ends, tokens, hidden.taps)
-        proposed = self._propose(plan.rows, ends, tokens)
+        feeds = self._feeds(plan.rows, rows.first_row, ends, tokens)
+        proposed = self._propose(plan.rows, ends, tokens, feeds, hidden.taps)
         verdict = Verdict(step=plan.step, tokens=tuple(tokens), proposed=proposed, fork_tokens=forks)
-        return result._replace(verdict=verdict)
+        return StepResult(verdict, *result[1:])
 
     def _target_rows(self, step_rows: Sequence[StepRow]) -> Rows:
         spans = []
@@ -161,11 +165,7 @@ class Runner:
         return self._batcher.rows(spans, self._layout.target_groups)
 
     def _run_target(self, rows: Rows, scored: tuple[int, int] | None) -> Hidden:
-        layers = [
-            LayerKV(kv, rows.groups[group])
-            for kv, (group, _place) in zip(self._target_kv, self._target_groups.place, strict=True)
-        ]
-        return self._target.forward(rows.tokens, layers, taps=self._footprint.taps, scored=scored)
+        return self._target.forward(rows.tokens, self._places.of(rows), taps=self._footprint.taps, scored=scored)
 
     def _wanted(self, step_rows: Sequence[StepRow], first_row: Sequence[int]) -> Wanted:
         places: list[int] = []
@@ -201,12 +201,12 @@ class Runner:
                 self._score_prompt(request, row, first, hidden.final, result)
         if not wanted.draws:
             return [() for _ in step_rows], {}
-        logits = hidden.logits
+        logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._target.logits(hidden.final[torch.tensor(wanted.places, device=self.device)])
         if len(wanted.spread) > len(wanted.places):
-            logits = logits[torch.tensor(wanted.spread, device=self.device)]
-        sampled = self._sampler.sample(logits, wanted.draws)
+            logits, found = logits[torch.tensor(wanted.spread, device=self.device)], None
+        sampled = self._sampler.sample(logits, wanted.draws, found=found)
         return self._verdicts(step_rows, sampled.tokens, sampled.logprobs, sampled.failed, result)
 
     def _verdicts(
@@ -277,15 +277,14 @@ class Runner:
 
     # ---- the drafter -------------------------------------------------------------------------------
 
-    def _feed(
+    def _feeds(
         self,
         step_rows: Sequence[StepRow],
         first_row: Sequence[int],
         ends: Sequence[int],
         tokens: Sequence[tuple[int, ...]],
-        taps: Tensor,
-    ) -> None:
-        """Have the drafter write its durable slots for newly committed tokens, whatever k is."""
+    ) -> list[FeedRow]:
+        """The durable slots that the drafter has to write for newly committed tokens, whatever k is."""
         feeds: list[FeedRow] = []
         for row, first, v, new in zip(step_rows, first_row, ends, tokens, strict=True):
             if not row.feeds:
@@ -301,14 +300,17 @@ class Runner:
             if not fed.empty:
                 taps_at = first + fed.start - (row.start - row.tap_rows)
                 feeds.append(FeedRow(self.requests[row.request], fed, taps_at, row.propose > 0))
-        if feeds:
-            assert self._drafter is not None
-            self._drafter.feed(feeds, taps)
+        return feeds
 
     def _propose(
-        self, step_rows: Sequence[StepRow], ends: Sequence[int], tokens: Sequence[tuple[int, ...]]
+        self,
+        step_rows: Sequence[StepRow],
+        ends: Sequence[int],
+        tokens: Sequence[tuple[int, ...]],
+        feeds: Sequence[FeedRow],
+        taps: Tensor,
     ) -> tuple[int, ...]:
-        """Drafts for the next step; returns how many each row got."""
+        """Have the drafter fed, and drafts made for the next step; returns how many each row got."""
         wanted: list[ProposeRow] = []
         for row, v, new in zip(step_rows, ends, tokens, strict=True):
             request = self.requests[row.request]
@@ -320,9 +322,9 @@ class Runner:
                     # A chain of passes ends by itself where it is unsure; a block is paid for as a whole.
                     k = request.worth_asking(k)
                 wanted.append(ProposeRow(request, v, k))
-        if wanted:
+        if feeds or wanted:
             assert self._drafter is not None
-            for row_wanted, drafts in zip(wanted, self._drafter.propose(wanted), strict=True):
+            for row_wanted, drafts in zip(wanted, self._drafter.step(feeds, taps, wanted), strict=True):
                 name = row_wanted.request.id
                 self.requests[name].propose(drafts, self.least_confidence)
                 if self._watch is not None and self._footprint.groups:
@@ -330,12 +332,23 @@ class Runner:
                     self._watch.propose_writes(name, row_wanted.v, drafts)
         return tuple(len(self.requests[row.request].drafts) for row in step_rows)
 
-    def _draw(self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary) -> list[int]:
-        """Drafts are drawn with the target's processors and noise, so that they agree as often as they can."""
-        draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[DrawRow],
+        vocabulary: DraftVocabulary,
+        found: Greatest | None = None,
+    ) -> list[int]:
+        """Drafts are drawn with the target's processors and noise, so that they agree as often as they can. `found`:
+        the largest of these logits, where somebody has looked already."""
         if self.least_confidence:
-            for row, share in zip(rows, largest_shares(logits, self.ops), strict=True):
+            shares = None if found is None else found.shares()
+            for row, share in zip(rows, shares or largest_shares(logits, self.ops), strict=True):
                 self.requests[row.request.id].drafted(share)
+        if found is not None and vocabulary.target_ids is not None:
+            if all(self.requests[row.request.id].sampling.plain for row in rows):
+                return vocabulary.ids(found.read()[0])
+        draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
         if vocabulary.target_ids is not None and all(draw.state.greedy and not draw.edited for draw in draws):
             return vocabulary.ids(largest(logits)[0])
         # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.

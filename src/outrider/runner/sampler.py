@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.errors import RequestError
 from outrider.kernels.portable import row_key
+from outrider.layers.ops import Greatest
 from outrider.runner.draw import DrawSettings, draw, draw_compiled, draw_fused
 from outrider.runner.edits import edit
 from outrider.runner.logprobs import TokenLogprobs, token_logprobs
@@ -37,13 +38,12 @@ FAILED = -1
 """Stands for the token of a row that could not be sampled; `Sampled.failed` says why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     tokens: list[int]
     """One for each row; FAILED where there is none."""
     logprobs: list[TokenLogprobs | None]
     """For rows whose request asked."""
-    failed: dict[int, RequestError] = field(default_factory=dict)
+    failed: dict[int, RequestError]
     """By row. A row behind a rejected draft says nothing about its request: a failure counts where FAILED would
     be committed."""
 
@@ -54,23 +54,31 @@ class Sampler:
         self.device = torch.device(device)
         self._draw = {"cpu": draw_compiled, "cuda": draw_fused}.get(self.device.type, draw)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True) -> Sampled:
-        """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for."""
-        assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
-        if not rows:
-            return Sampled(tokens=[], logprobs=[])
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True, found: Greatest | None = None
+    ) -> Sampled:
+        """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for.
+        `found`: the largest of each row, where somebody has looked already."""
+        if found is None:
+            assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
+            if not rows:
+                return Sampled(tokens=[], logprobs=[], failed={})
+            tokens, values = largest(logits)
+        else:
+            tokens, values = found.read()
+            if all(row.state.plain for row in rows) and all(map(math.isfinite, values)):
+                return Sampled(tokens, [None] * len(rows), {})
         # A broken row is seen before a mask can hide what is broken.
-        tokens, values = largest(logits)
         failed = {i: _broken(value) for i, value in enumerate(values) if not math.isfinite(value)}
         changed = [i for i, row in enumerate(rows) if i not in failed and (not row.state.greedy or row.edited)]
         if changed:
             self._process(logits, rows, changed, tokens, failed)
         for i in failed:
             tokens[i] = FAILED
-        found: list[TokenLogprobs | None] = [None] * len(rows)
+        scores: list[TokenLogprobs | None] = [None] * len(rows)
         if logprobs:
-            found = _logprobs(logits, rows, tokens)
-        return Sampled(tokens=tokens, logprobs=found, failed=failed)
+            scores = _logprobs(logits, rows, tokens)
+        return Sampled(tokens=tokens, logprobs=scores, failed=failed)
 
     def _process(
         self,

@@ -23,6 +23,7 @@ class TableLines:
         self._widths = [-(-max_model_len // spec.page_tokens) + 1 for spec in layout.groups]
         self._arrays: list[Int32Array] = [np.zeros((0, width), np.int32) for width in self._widths]
         self.lows: Int32Array = np.zeros((0, len(layout.groups)), np.int32)
+        self._note_views()
         self._line_of: dict[str, int] = {}
         self._unused: list[int] = []
         self._changed = True
@@ -58,9 +59,23 @@ class TableLines:
         more = max(16, have)
         self._arrays = [np.concatenate([a, np.zeros((more, a.shape[1]), np.int32)]) for a in self._arrays]
         self.lows = np.concatenate([self.lows, np.zeros((more, self.lows.shape[1]), np.int32)])
+        self._note_views()
         self._unused = list(range(have + more - 1, have - 1, -1))
         self._changed = True
         self._tensors = []
+
+    def _note_views(self) -> None:
+        """For single numbers, which NumPy takes a while to get at."""
+        self._views = [array.reshape(-1).data for array in self._arrays]
+        self._view_of_lows = self.lows.reshape(-1).data
+
+    def pages(self, group: int, line: int, first: int, end: int) -> list[int]:
+        """Of pages [first, end) of a line."""
+        start = line * self._widths[group]
+        return self._views[group][start + first : start + end].tolist()
+
+    def low(self, group: int, line: int) -> int:
+        return self._view_of_lows[line * len(self._widths) + group]
 
     def line(self, sequence: str) -> int:
         return self._line_of[sequence]

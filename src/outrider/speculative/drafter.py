@@ -2,6 +2,7 @@
 
 feed     writes the durable slots for newly committed tokens; runs at every step, whatever k is
 propose  writes scratch and returns drafts; may be skipped for any request at any step
+step     both, in this order
 
 What it writes where follows from its footprint; the runner reports it to the sanitizer from there.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.intervals import Interval
 from outrider.layers.attention import PagedKV
+from outrider.layers.ops import Greatest
 from outrider.layers.rows import RowBuilder
 from outrider.models.kv_groups import LayerGroups
 from outrider.speculative.vocabulary import DraftVocabulary
@@ -67,6 +69,13 @@ class DrawRow(NamedTuple):
     before: tuple[int, ...]
 
 
+class Draw(Protocol):
+    def __call__(
+        self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary, found: Greatest | None = None, /
+    ) -> list[int]:
+        """`found`: the largest of these logits, where somebody has looked already."""
+
+
 class DraftServices(NamedTuple):
     """What the runner lends to a drafter once memory is laid out."""
 
@@ -75,8 +84,10 @@ class DraftServices(NamedTuple):
     """The drafter's groups in the layout."""
     kv: tuple[PagedKV, ...]
     """Per layer of the drafter."""
-    draw: Callable[[Tensor, Sequence[DrawRow], DraftVocabulary], list[int]]
+    draw: Draw
     """Choose as the target would if these were its logits: the same processors, the same noise."""
+    weighs: Callable[[], bool]
+    """Whether drawing asks how likely drafts are."""
     worth_going_on: Callable[[DraftedRequest], bool]
     """Whether the drafts drawn for it so far are likely enough that a further one may count."""
 
@@ -117,6 +128,12 @@ class Drafter(ABC):
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         """Write the durable slots of every row. `taps`: hidden states of this step's target rows, side by side; they
         last until the step ends."""
+
+    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
+        """Feed, then propose; either may be nothing. For drafters that are quicker with both at once."""
+        if feeds:
+            self.feed(feeds, taps)
+        return self.propose(proposals) if proposals else []
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:

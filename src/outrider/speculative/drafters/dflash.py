@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from outrider.kv.groups import Sliding
 from outrider.layers.attention import AttentionRows
-from outrider.layers.ops import Recorded
+from outrider.layers.ops import Greatest, Ready, Recorded
 from outrider.layers.rows import Span
-from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerKV
+from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerPlaces
 from outrider.models.kv_groups import LayerGroups, layer_groups
 from outrider.models.parameters import DecoderParameters, Linear, mapped, stacked
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
 from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
-from outrider.speculative.drafters.taps import tap_rows
+from outrider.speculative.drafters.taps import TapRows
 from outrider.speculative.footprints import DrafterShape, footprint_for
 from outrider.speculative.settings import DrafterSettings
 from outrider.speculative.vocabulary import DraftVocabulary
@@ -94,16 +95,35 @@ class DFlash(Drafter):
         self.footprint = footprint_for("dflash", shape)
         self.usual_k = spec.block_size - 1
         self._services: DraftServices | None = None
-        self._recorded: dict[int, Recorded | None] = {}
+        self._places: LayerPlaces | None = None
+        self._recorded: dict[int, Recorded[None] | None] = {}
         """Feeding, by number of rows."""
+        self._taps = TapRows()
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
+        self._places = LayerPlaces(services.kv, self.layer_groups)
         self._recorded.clear()
+        self._taps = TapRows()
+
+    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
+        """In one call where both are recorded: what Python does in between, and waking threads, costs about as much as
+        feeding."""
+        ready = self._ready_to_feed(feeds, taps) if feeds else None
+        if proposals:
+            return self._propose(proposals, ready)
+        if ready is not None:
+            ready.run()
+        return []
 
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
+        self.step(rows, taps, ())
+
+    def _ready_to_feed(self, rows: Sequence[FeedRow], taps: Tensor) -> Ready | None:
+        """None: it is done."""
         services = self._services
         assert services is not None
+        assert self._places is not None
         spans = [
             Span(
                 line=row.request.line,
@@ -113,22 +133,22 @@ class DFlash(Drafter):
             )
             for row in rows
         ]
-        fed = services.rows.rows(spans, services.groups)
-        taken = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
-        places = [fed.groups[group] for group, _place in self.layer_groups.place]
-        count = len(taken)
+        fed = services.rows.rows(spans, services.groups, beside=True)
+        taken = self._taps.of(taps, [(row.taps_at, row.interval.size) for row in rows])
+        places = [layer.rows for layer in self._places.of(fed)]
+        count = sum(row.interval.size for row in rows)
         if count > RECORDED_ROWS_MAX:
             self._leave_pairs(taken, places)
-            return
+            return None
         if count not in self._recorded:
             self._recorded[count] = self._decoder.ops.record(taken, places, lambda x: self._leave_pairs(x, places))
         recorded = self._recorded[count]
         if recorded is None:
             self._leave_pairs(taken, places)
-        else:
-            recorded.run(taken, places)
+            return None
+        return Ready(recorded, taken, places)
 
-    def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> Sequence[Tensor]:
+    def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> None:
         """Keys and values of context rows, to their slots in every layer."""
         assert self._services is not None
         body, ops = self.spec.body, self._decoder.ops
@@ -137,11 +157,14 @@ class DFlash(Drafter):
         # [layers, rows, keys and values]
         for number, pair in enumerate(pairs.view(len(taps), -1, 2 * body.kv_size).unbind(1)):
             ops.store(pair, self._decoder.attention[number], self._services.kv[number], places[number])
-        return ()
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        return self._propose(rows, None)
+
+    def _propose(self, rows: Sequence[ProposeRow], after: Ready | None) -> list[list[int]]:
         services = self._services
         assert services is not None
+        assert self._places is not None
         blocks = [self.footprint.scratch(v, k) for _request, v, k in rows]
         spans = [
             Span(
@@ -155,27 +178,33 @@ class DFlash(Drafter):
             for (request, v, _k), block in zip(rows, blocks, strict=True)
         ]
         block = services.rows.rows(spans, services.groups)
-        layers = [
-            LayerKV(kv, block.groups[group])
-            for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
-        ]
         # The first row of each block is the token that is known already; the last may be there for company only.
         masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
         together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
-        hidden = self._decoder.forward(block.tokens, layers, scored=together)
-        logits = hidden.logits
+        hidden = self._decoder.forward(
+            block.tokens, self._places.of(block), scored=together, shares=services.weighs(), after=after
+        )
+        logits, found = hidden.logits, hidden.greatest
         if logits is None:
             logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
-        return draw_block(services, rows, logits, self._vocabulary)
+        return draw_block(services, rows, logits, self._vocabulary, found)
 
 
 def draw_block(
-    services: DraftServices, rows: Sequence[ProposeRow], logits: Tensor, vocabulary: DraftVocabulary
+    services: DraftServices,
+    rows: Sequence[ProposeRow],
+    logits: Tensor,
+    vocabulary: DraftVocabulary,
+    found: Greatest | None = None,
 ) -> list[list[int]]:
-    """k drafts for each row from k logits each, lying one after the other.
+    """k drafts for each row from k logits each, lying one after the other. `found`: the largest of them, if known.
 
     All are known at once, so all are drawn at once, but for requests whose draws depend on earlier drafts.
     """
+    if not any(row.request.draws_depend for row in rows):
+        draws = [DrawRow(row.request, row.v + 1 + draft, ()) for row in rows for draft in range(row.k)]
+        drawn = iter(services.draw(logits, draws, vocabulary, found))
+        return [list(islice(drawn, row.k)) for row in rows]
     drafts: list[list[int]] = [[] for _ in rows]
     first, starts = 0, []
     for row in rows:
@@ -193,11 +222,8 @@ def draw_block(
             DrawRow(rows[number].request, rows[number].v + 1 + draft, tuple(drafts[number])) for number, draft in places
         ]
         wanted = [starts[number] + draft for number, draft in places]
-        if len(wanted) < len(logits):
-            drawn = services.draw(logits[torch.tensor(wanted, device=logits.device)], draws, vocabulary)
-        else:
-            drawn = services.draw(logits, draws, vocabulary)
-        for (number, _draft), token in zip(places, drawn, strict=True):
+        asked = logits[torch.tensor(wanted, device=logits.device)]
+        for (number, _draft), token in zip(places, services.draw(asked, draws, vocabulary), strict=True):
             drafts[number].append(token)
 
 

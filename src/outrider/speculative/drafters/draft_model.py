@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.layers.rows import Span
-from outrider.models.decoder import Decoder, LayerKV
+from outrider.models.decoder import Decoder, LayerPlaces
 from outrider.models.kv_groups import LayerGroups
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
 from outrider.speculative.footprints import DrafterShape, footprint_for
@@ -34,11 +34,13 @@ class DraftModel(Drafter):
         self._vocabulary = DraftVocabulary(size=target_vocab_size)
         self._embeds_all = decoder.spec.vocab_size >= target_vocab_size
         self._services: DraftServices | None = None
+        self._places: LayerPlaces | None = None
         self._fed: dict[str, Tensor] = {}
         """Hidden state of the last fed row, for requests that propose in this step."""
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
+        self._places = LayerPlaces(services.kv, self.layer_groups)
 
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         self._fed.clear()
@@ -60,17 +62,14 @@ class DraftModel(Drafter):
         """Hidden states of all rows, and the number of each span's last row."""
         services = self._services
         assert services is not None
+        assert self._places is not None
         rows = services.rows.rows(spans, services.groups)
-        layers = [
-            LayerKV(kv, rows.groups[group])
-            for kv, (group, _place) in zip(services.kv, self.layer_groups.place, strict=True)
-        ]
         tokens = rows.tokens
         if not self._embeds_all:
             # Relatives pad their vocabularies differently. An id from the padding means nothing to either, but the
             # target may be given one: any embedding will do for a draft.
             tokens = tokens.clamp(max=self._decoder.spec.vocab_size - 1)
-        hidden = self._decoder.forward(tokens, layers).final
+        hidden = self._decoder.forward(tokens, self._places.of(rows)).final
         return hidden, [first + len(span.tokens) - 1 for first, span in zip(rows.first_row, spans, strict=True)]
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
