@@ -15,6 +15,7 @@ from tests.speculative.block_cases import BlockCase
 from tests.speculative.cases import CASES
 from tests.speculative.recording import Recorder
 from tests.speculative.tiny import settings_for
+from torch import Tensor
 
 from outrider.api.doctor import drafter as doctor
 from outrider.api.doctor.drafter import Compared, Diagnosis, Figures, examine_drafter, judge, mixed_up
@@ -27,7 +28,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.speculative import registry
-from outrider.speculative.drafter import Drafter, ProposeRow
+from outrider.speculative.drafter import Drafter, FeedRow, ProposeRow
 from outrider.speculative.registry import guess_method, load_drafter, written_layer_ids
 from outrider.speculative.settings import DrafterSettings
 
@@ -189,9 +190,9 @@ class Knowing(Recorder):
         super().__init__(inner)
         self._texts, self._right = texts, knows(inner.footprint.taps)
 
-    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
-        found = super().propose(rows)
-        return [self._partly(list(row.request.tokens), drafts) for row, drafts in zip(rows, found, strict=True)]
+    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
+        found = super().step(feeds, taps, proposals)
+        return [self._partly(list(row.request.tokens), drafts) for row, drafts in zip(proposals, found, strict=True)]
 
     def _partly(self, tokens: list[int], drafts: list[int]) -> list[int]:
         text = next(text for text in self._texts if list(text[: len(tokens)]) == tokens)
