@@ -194,6 +194,22 @@ def test_rows_of_another_type_may_be_those_that_are_recorded_with() -> None:
         assert torch.equal(recorded.run(x, []), ops.project(x, weight))
 
 
+def test_parts_of_what_comes_in_are_read_where_they_lie() -> None:
+    ops = Calls(records=True)
+    weight, copied = Linear(weight=torch.randn(8, 64)), torch.zeros(3, 64)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        ops.copy(x, copied)
+        return ops.project(x[1:], weight)
+
+    recorded = ops.record(torch.zeros(3, 64), [], body)
+    assert recorded is not None
+    one, other = torch.randn(3, 64), torch.randn(3, 64)
+    for x in (one, other, one):
+        assert torch.equal(recorded.run(x, []), ops.project(x[1:], weight))
+        assert torch.equal(copied, x)
+
+
 def test_what_came_in_once_is_not_kept() -> None:
     ops = Calls(records=True)
     weight = Linear(weight=torch.randn(8, 64))
@@ -415,6 +431,19 @@ def test_rows_of_other_types_stay_in_memory_while_they_are_read(monkeypatch: pyt
         tokens = torch.tensor([start, 7])
         one = of.forward(tokens, [LayerKV(place, odd(given)) for place in kv]).final
         assert torch.equal(one, plain.forward(tokens, [LayerKV(place, given) for place in other_kv]).final)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_rows_of_other_types_may_change_where_they_lie(records: bool) -> None:
+    of, plain = decoder(Calls(records=records)), decoder(Calls(records=False))
+    given = odd(rows([5], 2, None))
+    layers = [LayerKV(place, given) for place in caches(of)]
+    other_kv = caches(plain)
+    for start in (6, 7):
+        given.positions.add_(1)
+        same = replace(rows([5], 2, None), positions=torch.tensor([start, start + 1]))
+        expected = plain.forward(torch.tensor([1, 2]), [LayerKV(place, same) for place in other_kv]).final
+        assert torch.equal(of.forward(torch.tensor([1, 2]), layers).final, expected)
 
 
 def test_every_choice_of_scored_rows_is_recorded_by_itself() -> None:
