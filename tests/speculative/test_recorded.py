@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from tests.engine.lossless import tokens_of
+from tests.engine.tiny import tiny_engine
 from tests.layers.test_cpu_program import Calls
 from tests.speculative.cases import CASES, engine_with, prompts, three_layers
 from tests.speculative.recording import Proposal
 
 from outrider.api.llm import LLM
+from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
 
 SETTINGS = [
@@ -55,3 +57,21 @@ def test_drafts_are_those_of_calls(name: str, confidence: float, tmp_path: Path)
     assert recorded == called
     assert recorded[1]
     assert recorded[2]
+
+
+def test_a_drafter_may_go_to_another_engine(tmp_path: Path) -> None:
+    """Feeding was recorded with the memory of the one before."""
+    target = three_layers()
+    engine, recorder = engine_with(
+        CASES["full"], target, tmp_path, drafter_ops=Calls(records=True), ops="numba", num_threads=2
+    )
+
+    def drafts(of: Engine) -> list[Proposal]:
+        recorder.proposals.clear()
+        for prompt in prompts():
+            LLM.over(of).generate([prompt], SETTINGS[0])
+        return list(recorder.proposals)
+
+    before = drafts(engine)
+    assert before
+    assert drafts(tiny_engine(target, drafter=recorder, method="dflash", block_size=8, ops="numba")) == before
