@@ -19,7 +19,7 @@ def test_everything_holds_with_eight_lanes() -> None:
     check = "from outrider.kernels.vector import LANES; assert LANES == 8"
     environment = os.environ | OLDER
     subprocess.run([sys.executable, "-c", check], env=environment, check=True)
-    files = ["tests/kernels/test_packed.py", "tests/layers/test_cpu_program.py"]
+    files = ["tests/kernels/test_greatest.py", "tests/kernels/test_packed.py", "tests/layers/test_cpu_program.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

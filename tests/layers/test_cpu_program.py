@@ -11,7 +11,7 @@ from tests.engine.tiny import tiny_model, tiny_spec
 from tests.kernels.test_packed import packed_matrix
 
 from outrider.layers.attention import AttentionRows, PagedKV
-from outrider.layers.cpu_ops import NumbaOps
+from outrider.layers.cpu_ops import NumbaOps, _Buffer
 from outrider.layers.cpu_program import Step
 from outrider.layers.ops import Ready, Recorded
 from outrider.models.decoder import Decoder, Hidden, LayerKV
@@ -173,6 +173,72 @@ def test_what_comes_in_is_read_where_it_lies() -> None:
         results.append(seen)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int64])
+def test_numbers_of_any_type_may_be_those_that_are_recorded_with(dtype: torch.dtype) -> None:
+    ops = Calls(records=True)
+    embedding = torch.randn(50, 16)
+    recorded = ops.record(torch.tensor([1, 2], dtype=dtype), [], lambda x: ops.embed(x, embedding, 1.0))
+    assert recorded is not None
+    for given in (torch.tensor([3, 49], dtype=dtype), torch.tensor([4, 0])):
+        assert torch.equal(recorded.run(given, []), embedding[given.long()])
+
+
+def test_rows_of_another_type_may_be_those_that_are_recorded_with() -> None:
+    ops = Calls(records=True)
+    weight = Linear(weight=torch.randn(8, 64))
+    recorded = ops.record(torch.zeros(2, 64, dtype=torch.bfloat16), [], lambda x: ops.project(x, weight))
+    assert recorded is not None
+    for x in (torch.randn(2, 64).bfloat16(), torch.randn(2, 64)):
+        assert torch.equal(recorded.run(x, []), ops.project(x, weight))
+
+
+def test_parts_of_what_comes_in_are_read_where_they_lie() -> None:
+    ops = Calls(records=True)
+    weight, copied = Linear(weight=torch.randn(8, 64)), torch.zeros(3, 64)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        ops.copy(x, copied)
+        return ops.project(x[1:], weight)
+
+    recorded = ops.record(torch.zeros(3, 64), [], body)
+    assert recorded is not None
+    one, other = torch.randn(3, 64), torch.randn(3, 64)
+    for x in (one, other, one):
+        assert torch.equal(recorded.run(x, []), ops.project(x[1:], weight))
+        assert torch.equal(copied, x)
+
+
+def test_what_came_in_once_is_not_kept() -> None:
+    ops = Calls(records=True)
+    weight = Linear(weight=torch.randn(8, 64))
+    recorded = ops.record(torch.zeros(2, 64), [], lambda x: ops.project(x, weight))
+    assert recorded is not None
+    gone = []
+    for _ in range(5):
+        x = torch.randn(2, 64)
+        assert torch.equal(recorded.run(x, []), ops.project(x, weight))
+        gone.append(weakref.ref(x))
+        del x
+    gc.collect()
+    # Whether an address is still the right one is known only of what is there: the last one.
+    assert [reference() is None for reference in gone] == [True] * 4 + [False]
+
+
+def test_scratch_memory_that_an_interrupt_keeps_from_growing_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = _Buffer()
+    buffer.at_least(100)
+
+    def interrupted(_tensor: torch.Tensor) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "data_ptr", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.at_least(200)
+    # The memory of the first call is gone by now.
+    assert buffer.at_least(100) == buffer.tensor.data_ptr()
 
 
 def test_two_passes_in_one_call_are_as_two_calls() -> None:
@@ -365,6 +431,19 @@ def test_rows_of_other_types_stay_in_memory_while_they_are_read(monkeypatch: pyt
         tokens = torch.tensor([start, 7])
         one = of.forward(tokens, [LayerKV(place, odd(given)) for place in kv]).final
         assert torch.equal(one, plain.forward(tokens, [LayerKV(place, given) for place in other_kv]).final)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_rows_of_other_types_may_change_where_they_lie(records: bool) -> None:
+    of, plain = decoder(Calls(records=records)), decoder(Calls(records=False))
+    given = odd(rows([5], 2, None))
+    layers = [LayerKV(place, given) for place in caches(of)]
+    other_kv = caches(plain)
+    for start in (6, 7):
+        given.positions.add_(1)
+        same = replace(rows([5], 2, None), positions=torch.tensor([start, start + 1]))
+        expected = plain.forward(torch.tensor([1, 2]), [LayerKV(place, same) for place in other_kv]).final
+        assert torch.equal(of.forward(torch.tensor([1, 2]), layers).final, expected)
 
 
 def test_every_choice_of_scored_rows_is_recorded_by_itself() -> None:

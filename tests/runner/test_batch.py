@@ -59,10 +59,11 @@ def test_rows_that_are_kept_follow_the_tables_when_those_grow() -> None:
 
 def test_rows_beside_others_leave_those_alone() -> None:
     of = batcher(random.Random(1))
-    one, other = (Span(line=1, start=start, tokens=[start, 2, 3], kept_from=0) for start in (20, 50))
-    fed, block = of.rows([one], range(2), beside=True), of.rows([other], range(2))
-    same(fed, of._many_rows([one], range(2)))
-    same(block, of._many_rows([other], range(2)))
+    for first in (20, 90):
+        one, other = (Span(line=1, start=start, tokens=[start, 2, 3], kept_from=0) for start in (first, first + 30))
+        fed, block = of.rows([one], range(2), beside=True), of.rows([other], range(2))
+        same(fed, of._many_rows([one], range(2)))
+        same(block, of._many_rows([other], range(2)))
 
 
 @pytest.mark.parametrize("seed", range(60))

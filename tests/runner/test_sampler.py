@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.errors import RequestError
 from outrider.layers.ops import Greatest
+from outrider.matching.matcher import Matcher
 from outrider.runner.logprobs import ranks, ranks_on_cpu
 from outrider.runner.request_sampling import TokenCounts
 from outrider.runner.sampler import FAILED, RequestSampling, Sampled, Sampler, SampleRow, token_logprobs
@@ -83,6 +84,17 @@ def test_what_is_known_of_the_logits_changes_nothing(fields: dict[str, Any]) -> 
             other = sampler.sample(logits[part], rows[part], found=Known(logits[part]))
             assert (one.tokens, one.logprobs, list(one.failed)) == (other.tokens, other.logprobs, list(other.failed))
             assert [str(error) for error in one.failed.values()] == [str(error) for error in other.failed.values()]
+
+
+def test_what_is_known_of_the_logits_does_not_make_up_for_a_form() -> None:
+    matcher = Matcher(cast(Any, None), vocab_size=VOCAB, device=torch.device("cpu"))
+    state = RequestSampling(SamplingParams(temperature=0.0), vocab_size=VOCAB, device="cpu", matcher=matcher)
+    logits = logits_like(5, num_rows=2)
+    masks = torch.ones(2, VOCAB, dtype=torch.bool)
+    masks[0, logits[0].argmax()] = False
+    rows = [SampleRow(state, 10 + number, (), mask) for number, mask in enumerate(masks)]
+    found = Sampler(VOCAB, "cpu").sample(logits, rows, found=Known(logits))
+    assert found.tokens == logits.masked_fill(~masks, -math.inf).argmax(dim=-1).tolist()
 
 
 # --- the distribution ------------------------------------------------------------------------------------------

@@ -31,6 +31,18 @@ def test_taps_of_a_prompt_are_not_kept() -> None:
     assert gone() is None
 
 
+def test_taps_that_are_new_in_every_step_are_not_kept() -> None:
+    rows, gone = TapRows(), []
+    with torch.inference_mode():
+        for _step in range(5):
+            taps = torch.randn(4, 6)
+            gone.append(weakref.ref(rows.of(taps, [(1, 2)])))
+            assert gone[-1]() is rows.of(taps, [(1, 2)])
+            del taps
+    gc.collect()
+    assert [reference() is None for reference in gone] == [True] * 4 + [False]
+
+
 def test_no_more_are_kept_than_may_be() -> None:
     rows, taps = TapRows(), [torch.randn(2, 6) for _ in range(KEPT_MAX + 5)]
     for each in taps:

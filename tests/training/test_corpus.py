@@ -104,16 +104,17 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("brief")
-def test_given_turns_are_asked_before_any_is_invented(tmp_path: Path) -> None:
-    settings = CorpusSettings(output=tmp_path, length=80, streams=2)
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_given_turns_are_asked_before_any_is_invented(streams: int, tmp_path: Path) -> None:
+    settings = CorpusSettings(output=tmp_path, length=80, streams=streams)
     given = [("hello", "and then?", "why"), ("7+5", "really?"), ("ab",)]
     prompts = [PromptLine(turns=turns, category="y") for turns in given]
     text = chat_text()
     write_conversations(settings, tiny_target(), text, prompts, quiet)
-    streams = read_corpus(tmp_path, vocab_size=256)
-    assert len(streams) == 3
+    found = read_corpus(tmp_path, vocab_size=256)
+    assert len(found) == 3
     for turns in given:
-        rows = [row for row in zip(streams.tokens, streams.roles, strict=True) if begins(row[0], f"u{turns[0]}|a")]
+        rows = [row for row in zip(found.tokens, found.roles, strict=True) if begins(row[0], f"u{turns[0]}|a")]
         ((tokens, roles),) = rows
         said = text.tokenizer.decode(tokens.tolist())
         parts = said.split("|")

@@ -60,8 +60,11 @@ class _Buffer:
     def at_least(self, size: int) -> int:
         """Its address."""
         if self._size < size:
+            # None in between: an interrupt may come at any line, and what lay at the old address is gone.
+            self._size = 0
             self.tensor = torch.empty(size, dtype=torch.uint8)
-            self._size, self._address = size, self.tensor.data_ptr()
+            self._address = self.tensor.data_ptr()
+            self._size = size
         return self._address
 
 

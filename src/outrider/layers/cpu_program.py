@@ -106,12 +106,14 @@ class Program(Recorded[Result]):
 
     def __init__(self, pool: int, x: Tensor) -> None:
         self._pool = pool
-        self._x = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        """What comes in, while it is recorded; afterwards, what comes in some other form is copied here."""
+        self._x = torch.zeros(x.shape, dtype=torch.float32 if x.is_floating_point() else torch.int64)
+        """What comes in, while it is recorded, as kernels read it; afterwards, what comes in some other form is copied
+        here."""
         self._given: Tensor | None = None
         """What is read, wherever it lies."""
-        self._alike: dict[int, tuple[Tensor, int, Sequence[int]]] = {}
-        """What came in lately and is read where it lies: itself, its address, its numbers."""
+        self._alike: dict[int, tuple[weakref.ref[Tensor], int, Sequence[int]]] = {}
+        """What came in lately and is read where it lies: itself, its address, its numbers. Most of it comes once only,
+        and then nobody else has it."""
         self._x_address = 0
         self._x_places: list[tuple[memoryview, int, int]] = []
         """Where addresses in it are written down: memory, byte, and how far into it."""
@@ -230,11 +232,10 @@ class Program(Recorded[Result]):
         nothing but a look at its numbers."""
         if x is not self._given:
             known = self._alike.get(id(x))
-            if known is None or known[0] is not x:
-                known = self._look_at(x)
+            source, address, numbers = self._look_at(x) if known is None or known[0]() is not x else (x, *known[1:])
             # Unknown in between: an interrupt may come at any line.
             self._given = None
-            source, address, self._numbers = known
+            self._numbers = numbers
             if address != self._x_address:
                 self._x_address = 0
                 for words, at, offset in self._x_places:
@@ -250,12 +251,12 @@ class Program(Recorded[Result]):
         # Being kept here, a few rows must not keep those of a whole prompt.
         alike = alike and x.untyped_storage().nbytes() <= _KEPT_BYTES_MAX
         source = x if alike else own.copy_(x)
-        known = (source, source.data_ptr(), () if self._numbers_end is None else source.numpy().data)
+        address, numbers = source.data_ptr(), () if self._numbers_end is None else source.numpy().data
         if alike:
             if len(self._alike) >= _ALIKE_MAX:
                 self._alike.clear()
-            self._alike[id(x)] = known
-        return known
+            self._alike[id(x)] = (weakref.ref(x), address, numbers)
+        return source, address, numbers
 
 
 def check_numbers(few: Sequence[int], end: int) -> None:

@@ -66,6 +66,7 @@ class Sampler:
             tokens, values = largest(logits)
         else:
             tokens, values = found.read()
+            assert len(tokens) == len(rows)
             if all(row.state.plain for row in rows) and all(map(math.isfinite, values)):
                 return Sampled(tokens, [None] * len(rows), {})
         # A broken row is seen before a mask can hide what is broken.
