@@ -1,11 +1,14 @@
-"""Packed weights stand for exact numbers: everything is as with the same weights written out, to the last bit."""
+"""Packed weights stand for exact numbers, and products with them are in whole numbers: defined to the last bit."""
 
 import pytest
 import torch
+from tests.kernels.cases import near
+from torch import Tensor
+from torch.nn.functional import silu
 
 from outrider.layers.cpu_ops import NumbaOps
 from outrider.models.packed import BLOCK, PackedMatrix, Packing
-from outrider.models.parameters import Linear
+from outrider.models.parameters import Linear, stacked
 from outrider.models.spec import Activation
 
 ROWS = [*range(1, 21), 33, 130]
@@ -17,35 +20,124 @@ def packed_matrix(packing: Packing, n: int, k: int, seed: int = 0) -> PackedMatr
     # As files have them: of few enough bits that a product with a small number is exact.
     head = (torch.randn(count, scales, generator=random) / 64).half().float().view(torch.uint8).view(count, -1)
     numbers = torch.randint(0, 256, (count, packing.block_bytes - 4 * scales), generator=random).to(torch.uint8)
-    return PackedMatrix(packing=packing, data=torch.cat([head, numbers], dim=1).view(n, -1))
+    return PackedMatrix.of(packing, torch.cat([head, numbers], dim=1).view(n, -1))
 
 
 def test_a_block_means_what_it_says() -> None:
     scale, lowest = torch.tensor([0.5]).view(torch.uint8), torch.tensor([-3.0]).view(torch.uint8)
     halves = torch.arange(16, dtype=torch.uint8) | (15 - torch.arange(16, dtype=torch.uint8)) << 4
-    four = PackedMatrix(packing=Packing.FOUR_BITS, data=torch.cat([scale, lowest, halves])[None])
+    four = PackedMatrix.of(Packing.FOUR_BITS, torch.cat([scale, lowest, halves])[None])
     assert four.shape == (1, 32)
     assert four.expand().tolist() == [[i * 0.5 - 3 for i in range(16)] + [(15 - i) * 0.5 - 3 for i in range(16)]]
     signed = torch.arange(-16, 16, dtype=torch.int8).view(torch.uint8)
-    eight = PackedMatrix(packing=Packing.EIGHT_BITS, data=torch.cat([scale, signed])[None])
+    eight = PackedMatrix.of(Packing.EIGHT_BITS, torch.cat([scale, signed])[None])
     assert eight.expand().tolist() == [[i * 0.5 for i in range(-16, 16)]]
 
 
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c, rounded once: a product of two float32 is exact in float64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def narrowed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of 16 bits for every 32 of a row, and their scales."""
+    blocks = x.view(len(x), -1, BLOCK)
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    nothing = largest < 2.0**-100
+    inverse = torch.where(nothing, 0, torch.tensor(32767.0) / largest)
+    scale = torch.where(nothing, 0, largest * torch.tensor(1 / 32767))
+    return (blocks.double() * inverse.double()).round().long(), scale
+
+
+def product(x: Tensor, packed: PackedMatrix) -> Tensor:
+    """As it is defined: sums of a block's whole numbers are exact, blocks are added in order, in float32."""
+    numbers, row_scale = narrowed(x)
+    blocks = packed.unwoven().view(packed.count, -1, packed.packing.block_bytes)
+    four = packed.packing is Packing.FOUR_BITS
+    scale = blocks[..., :4].contiguous().view(torch.float32)
+    if four:
+        lowest = blocks[..., 4:8].contiguous().view(torch.float32)
+        weights = torch.cat([blocks[..., 8:] & 15, blocks[..., 8:] >> 4], dim=-1).long()
+    else:
+        weights = blocks[..., 4:].contiguous().view(torch.int8).long()
+    total = torch.zeros(len(x), packed.count)
+    for block in range(blocks.shape[1]):
+        whole = (numbers[:, block] @ weights[:, block].T).float()
+        total = fused(whole, scale[:, block].T * row_scale[:, block], total)
+        if four:
+            row_sum = row_scale[:, block] * numbers[:, block].sum(-1, keepdim=True).float()
+            total = fused(lowest[:, block].T, row_sum, total)
+    return total
+
+
 @pytest.mark.parametrize("packing", list(Packing))
-@pytest.mark.parametrize(("n", "k"), [(97, 576), (1, 32), (50, 1536), (515, 64)])
-def test_products_are_those_of_the_weights_written_out(packing: Packing, n: int, k: int) -> None:
+@pytest.mark.parametrize(("n", "k"), [(97, 576), (1, 32), (48, 1536), (515, 64), (24, 96)])
+def test_products_are_as_they_are_defined(packing: Packing, n: int, k: int) -> None:
+    """To the last bit, on every processor; and near to those of the weights written out."""
     ops = NumbaOps(threads=2)
     packed, random = packed_matrix(packing, 2 * n, k), torch.Generator().manual_seed(1)
     x, norm, bias = (torch.randn(*shape, generator=random) for shape in ((130, k), (k,), (2 * n,)))
     residual = torch.randn(130, 2 * n, generator=random)
     stored, wide = Linear(weight=packed, bias=bias), Linear(weight=packed.expand(), bias=bias)
+    expected = product(x, packed)
+    gates, ups = (product(ops.norm(x, norm, 1e-5), packed) + bias).split(n, dim=1)
     for rows in ROWS:
         some = x[:rows]
-        assert torch.equal(ops.project(some, stored), ops.project(some, wide)), rows
-        normed = [ops.gated(some, each, Activation.SILU, norm=norm, eps=1e-5) for each in (stored, wide)]
-        assert torch.equal(*normed), rows
-        added = [ops.project_add(some, each, residual[:rows].clone()) for each in (stored, wide)]
-        assert torch.equal(*added), rows
+        assert torch.equal(ops.project(some, Linear(weight=packed)), expected[:rows]), rows
+        assert torch.equal(ops.project(some, stored), expected[:rows] + bias), rows
+        assert torch.equal(
+            ops.project_add(some, stored, residual[:rows].clone()), residual[:rows] + (expected[:rows] + bias)
+        )
+        assert near(ops.project(some, stored), ops.project(some, wide), 1e-4), rows
+        gated = ops.gated(some, stored, Activation.SILU, norm=norm, eps=1e-5)
+        assert torch.allclose(gated, silu(gates[:rows]) * ups[:rows], rtol=1e-6, atol=1e-7), rows
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_extreme_rows(packing: Packing) -> None:
+    """Zeros, numbers too small to have an inverse, the largest and the smallest numbers of 16 bits."""
+    ops, packed = NumbaOps(threads=1), packed_matrix(packing, 40, 64)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    x[0] = 0
+    x[1] *= 1e-35
+    x[2, :32] = torch.tensor([3.0, -3.0] * 16)
+    x[3] *= 1e30
+    x[4, 32:] = 0
+    assert torch.equal(ops.project(x, Linear(weight=packed)), product(x, packed))
+    assert torch.equal(ops.project(x[:1], Linear(weight=packed)), torch.zeros(1, 40))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("packing", list(Packing))
+def test_what_is_no_number_stays_so_and_stays_in_its_row(packing: Packing, wrong: float) -> None:
+    ops, packed = NumbaOps(threads=2), packed_matrix(packing, 64, 96)
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(3))
+    clean = ops.project(x, Linear(weight=packed))
+    for place in (0, 17, 95):
+        spoilt = x.clone()
+        spoilt[3, place] = wrong
+        y = ops.project(spoilt, Linear(weight=packed))
+        assert not torch.isfinite(y[3]).any()
+        others = [0, 1, 2, 4, 5, 6]
+        assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_rows_of_a_packed_matrix_are_those_rows(packing: Packing) -> None:
+    matrix = packed_matrix(packing, 100, 64)
+    whole = matrix.expand()
+    wanted: list[slice | Tensor] = [slice(16, 64), slice(48, None), slice(5, 37), slice(96, 100)]
+    wanted += [slice(None, None, 3), torch.tensor([99, 0, 7]), torch.arange(100) % 2 == 0]
+    for where in wanted:
+        some = matrix.rows(where)
+        assert some.shape == (len(whole[where]), 64)
+        assert torch.equal(some.expand(), whole[where])
+    assert matrix.rows(slice(16, 64)).data.data_ptr() == matrix.data[16:].data_ptr(), "whole groups are not copied"
+    for parts in ((32, 16, 52), (5, 90, 5), (100,)):
+        pieces = torch.arange(100).split(parts)
+        joined = stacked([matrix.rows(piece) for piece in pieces])
+        assert isinstance(joined, PackedMatrix)
+        assert torch.equal(joined.expand(), whole)
 
 
 @pytest.mark.parametrize("packing", list(Packing))

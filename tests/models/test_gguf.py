@@ -105,7 +105,7 @@ def test_packed_rows_stand_for_the_very_same_numbers(kind: Kind) -> None:
     packing = PACKINGS[kind]
     data = torch.empty(7, 512 // 32 * packing.block_bytes, dtype=torch.uint8)
     pack_rows(stored, kind, data)
-    packed = PackedMatrix(packing=packing, data=data)
+    packed = PackedMatrix.of(packing, data)
     assert packed.shape == (7, 512)
     assert torch.equal(packed.expand(), torch.from_numpy(np.array(gguf.dequantize(stored, kind))))
 

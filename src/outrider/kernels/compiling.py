@@ -35,6 +35,7 @@ _SOURCES = (
     "jobs",
     "linear",
     "memory",
+    "narrow",
     "norm",
     "packed",
     "pool",

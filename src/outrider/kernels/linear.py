@@ -1,8 +1,8 @@
 """x Wᵀ with what follows it: bias, residual, gated activation.
 
-Weights are read once from memory: a thread takes a strip of weight rows and runs all rows of x over it. Weights that
-are not float32 become so in registers where one tile holds all rows of x, else once for all rows, a few weight rows
-at a time, in the nearest cache.
+Weights are read once from memory: a thread takes a strip of weight rows and runs all rows of x over it. Weights of 16
+bits become float32 in registers where one tile holds all rows of x, else once for all rows, a few weight rows at a
+time, in the nearest cache. Packed weights stay whole numbers, and x has been made so before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numba import njit
 from outrider.kernels.activations import NONE, gate
 from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.kernels.jobs import CHUNKS, OWN, set_word, word
-from outrider.kernels.packed import BLOCK, BLOCK_BYTES, PACKED, block_unpacker, packed_tile
+from outrider.kernels.packed import BLOCK, LINE_BYTES, PACKED, WOVEN, groups_of, packed_tile
+from outrider.kernels.packed import ROWS as PACKED_ROWS
 from outrider.kernels.tiles import COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, ROWS, dot_tile
 from outrider.kernels.vector import (
     BFLOAT16,
@@ -32,22 +33,25 @@ from outrider.kernels.vector import (
 (X, X_STRIDE, M, WEIGHTS, W_STRIDE, K, N, WIDTH, OUT, OUT_STRIDE, BIAS, RESIDUAL, RESIDUAL_STRIDE, ACTIVATION) = range(
     OWN, OWN + 14
 )
-"""Strides in bytes; addresses that are 0 stand for nothing. N is the width of the output, WIDTH that of a strip."""
+"""Strides in bytes; addresses that are 0 stand for nothing. N is the width of the output, WIDTH that of a strip. With
+packed weights, X is narrowed rows."""
 
 _X_CACHE_BYTES = 288 << 10
 _SUMS_BYTES = 128 << 10
 _WIDTH_MAX = 256
-_WIDTH_STEP = math.lcm(COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO)
+_WIDTH_STEP = math.lcm(COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, WOVEN)
+_ROWS_MAX = 256
 _TILES = ("_one", "_two", "_three", "_four", "_five", "_six", "_seven", "_eight")
 
 # Weight rows of a tile by its rows of x: as many as the registers hold.
 _FLOAT_COLUMNS = (COLUMNS_OF_ONE, COLUMNS_OF_TWO, *[COLUMNS] * (ROWS - 2))
-_PACKED_COLUMNS = (6, 4, 6, 4, 3, 3, 2, 2) if LANES == 16 else (6, 3, 3, 3, 2, 1)
+_GROUPS = tuple(groups_of(rows) for rows in range(1, PACKED_ROWS + 1))
 
 # Bound anew for each way of storing weights.
-_item, _block_bytes, _columns = FLOAT32, 0, _FLOAT_COLUMNS
-_one = _two = _three = _four = _five = _six = _seven = _eight = _thin = _unpack = UNBOUND
-_few = _many = _rest = _load_whole = _load_narrow = _widen_rows = _sums_of = UNBOUND
+_item = FLOAT32
+_one = _two = _three = _four = _five = _six = _seven = _eight = _thin = UNBOUND
+_ones = _twos = _threes = UNBOUND
+_few = _many = _rest = _load_whole = _load_narrow = _widen_rows = _sums_of = _tile = UNBOUND
 
 
 def scratch_bytes(k: int) -> int:
@@ -58,13 +62,13 @@ def scratch_bytes(k: int) -> int:
 @njit(**OPTIONS)
 def _rows_per_block(m, k):
     """As many rows of x as stay in the cache while weights go by."""
-    return min(m, max(ROWS, min(512, _X_CACHE_BYTES // (4 * k)) // ROWS * ROWS))
+    return min(m, max(ROWS, min(_ROWS_MAX, _X_CACHE_BYTES // (4 * k)) // ROWS * ROWS))
 
 
 def _few_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
     """Products of the rows of one tile with n weight rows. Memory is all that counts here: a tile takes its weight rows
     from all over the strip, so that the processor sees that many streams and runs ahead on each of them."""
-    columns = _columns[m - 1]
+    columns = _FLOAT_COLUMNS[m - 1]
     streams = n // columns
     w_step, o_step = streams * w_stride, streams * 4
     for at in range(streams):
@@ -79,12 +83,8 @@ def _few_sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride):
             _four(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
         elif m == 5:
             _five(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
-        elif m == 6:
-            _six(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
-        elif m == 7:
-            _seven(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
         else:
-            _eight(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
+            _six(x, x_stride, w, w_step, k, o, out_stride, 0, o_step)
     _rest(x, x_stride, m, weights, w_stride, streams * columns, n, k, out, out_stride)
 
 
@@ -125,11 +125,59 @@ def _rest_sums(x, x_stride, m, weights, w_stride, first, n, k, out, out_stride):
             _thin(x_at, x_stride, weights + column * w_stride, w_stride, k, o, out_stride, 0, 0)
 
 
-def _sums(x, x_stride, m, weights, w_stride, n, k, out, out_stride, wide):
-    if m <= len(_columns):
+def _sums(x, x_stride, m, matrix, w_stride, first, n, k, out, out_stride, wide):
+    """Products of rows with n weight rows from number `first` on; where the first of them lies."""
+    weights = matrix + first * w_stride
+    if m <= len(_FLOAT_COLUMNS):
         _few(x, x_stride, m, weights, w_stride, n, k, out, out_stride)
     else:
         _many(x, x_stride, m, weights, w_stride, n, k, out, out_stride, wide)
+    return out
+
+
+def _packed_tile(rows, single, x, x_stride, weights, group_stride, blocks, out, out_stride):
+    """`single`: one group of weight rows, where a tile for so few rows has several."""
+    if rows == 1 and single:
+        _one(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 1:
+        _ones(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 2 and single:
+        _two(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 2:
+        _twos(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 3 and single:
+        _three(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 3:
+        _threes(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 4:
+        _four(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 5:
+        _five(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 6:
+        _six(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    elif rows == 7:
+        _seven(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+    else:
+        _eight(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+
+
+def _packed_sums(x, x_stride, m, matrix, w_stride, first, n, k, out, out_stride, wide):
+    """As `_sums`. Weight rows come in whole groups: out has room for the others of the first and of the last."""
+    group_stride, blocks, before = WOVEN * w_stride, k // BLOCK, first % WOVEN
+    weights = matrix + first // WOVEN * group_stride
+    groups = (before + n + WOVEN - 1) // WOVEN
+    passes = (m + PACKED_ROWS - 1) // PACKED_ROWS
+    together = _GROUPS[min(m, PACKED_ROWS) - 1]
+    at = 0
+    while at < groups:
+        single = groups - at < together
+        x_at, o, left = x, out + at * LINE_BYTES, m
+        for number in range(passes, 0, -1):
+            rows = (left + number - 1) // number
+            _tile(rows, single, x_at, x_stride, weights + at * group_stride, group_stride, blocks, o, out_stride)
+            x_at, o, left = x_at + rows * x_stride, o + rows * out_stride, left - rows
+        at += 1 if single else together
+    return out + 4 * before
 
 
 def _widen(weights, w_stride, n, k, out, out_stride):
@@ -143,22 +191,13 @@ def _widen(weights, w_stride, n, k, out, out_stride):
             store_part(o + 4 * whole, _load_narrow(w + 2 * whole, k - whole), k - whole)
 
 
-def _unpack_rows(weights, w_stride, n, k, out, out_stride):
-    """Packed rows to float32 rows."""
-    for row in range(n):
-        w, o = weights + row * w_stride, out + row * out_stride
-        for block in range(k // BLOCK):
-            _unpack(w + block * _block_bytes, o + block * (4 * BLOCK))
-
-
 @njit(**OPTIONS)
-def _finish(job, first_row, rows, first_column, columns, sums, stride):
-    """From sums to output: bias, activation, residual. Up sums, if any, lie `rows` lines below the gate sums."""
+def _finish(job, first_row, rows, first_column, columns, sums, ups, stride):
+    """From sums to output: bias, activation, residual."""
     activation, bias, residual = word(job, ACTIVATION), word(job, BIAS), word(job, RESIDUAL)
-    ups_below = rows * stride
     bias_gap = word(job, N) * 4
     for row in range(rows):
-        s = sums + row * stride
+        s, u = sums + row * stride, ups + row * stride
         o = word(job, OUT) + (first_row + row) * word(job, OUT_STRIDE) + first_column * 4
         r = residual + (first_row + row) * word(job, RESIDUAL_STRIDE) + first_column * 4
         b = bias + first_column * 4
@@ -168,7 +207,7 @@ def _finish(job, first_row, rows, first_column, columns, sums, stride):
             if bias != 0:
                 y = add(y, load_part(b + 4 * at, count))
             if activation != NONE:
-                up = load_part(s + ups_below + 4 * at, count)
+                up = load_part(u + 4 * at, count)
                 if bias != 0:
                     up = add(up, load_part(b + bias_gap + 4 * at, count))
                 y = gate(activation, y, up)
@@ -183,43 +222,46 @@ def linear(job, chunk, sums):
     first = chunk * word(job, WIDTH)
     columns = min(word(job, WIDTH), n - first)
     gated = word(job, ACTIVATION) != NONE
-    stride = columns * 4
-    x_stride, w_stride = word(job, X_STRIDE), word(job, W_STRIDE)
-    weights = word(job, WEIGHTS) + first * w_stride
-    ups = weights + n * w_stride
+    stride = 4 * (WOVEN + (columns + WOVEN - 1) // WOVEN * WOVEN)  # packed weight rows come in groups
+    x_stride, w_stride, matrix = word(job, X_STRIDE), word(job, W_STRIDE), word(job, WEIGHTS)
     block = _rows_per_block(m, k)
     wide = sums + _SUMS_BYTES
     for row in range(0, m, block):
         rows = min(block, m - row)
-        x, up_sums = word(job, X) + row * x_stride, sums + rows * stride
-        _sums_of(x, x_stride, rows, weights, w_stride, columns, k, sums, stride, wide)
+        x = word(job, X) + row * x_stride
+        plain = ups = _sums_of(x, x_stride, rows, matrix, w_stride, first, columns, k, sums, stride, wide)
         if gated:
-            _sums_of(x, x_stride, rows, ups, w_stride, columns, k, up_sums, stride, wide)
-        _finish(job, row, rows, first, columns, sums, stride)
+            below = sums + rows * stride
+            ups = _sums_of(x, x_stride, rows, matrix, w_stride, n + first, columns, k, below, stride, wide)
+        _finish(job, row, rows, first, columns, plain, ups, stride)
+
+
+def _packed_kernel(item: int) -> Kernel:
+    # More weight rows at once than one group: for few rows of x only.
+    single = {name: packed_tile(rows, 1, item) for rows, name in enumerate(_TILES, 1)}
+    several = {f"{name}s": packed_tile(rows, groups_of(rows), item) for rows, name in enumerate(_TILES[:3], 1)}
+    tile = part(_packed_tile, item, **single, **several)
+    return Kernel(linear, item, _sums_of=part(_packed_sums, item, _tile=tile))
 
 
 def _kernel(item: int) -> Kernel:
-    packed = item in PACKED
-    columns, tile = (_PACKED_COLUMNS, packed_tile) if packed else (_FLOAT_COLUMNS, dot_tile)
-    rest = part(_rest_sums, item, _thin=tile(1, 1, item))
+    rest = part(_rest_sums, item, _thin=dot_tile(1, 1, item))
     # Tiles of more rows than fit the registers are never reached: the largest stands in for them.
     single = {
-        name: tile(rows, columns[rows - 1], item, spread=True)
-        for name, rows in ((name, min(rows, len(columns))) for rows, name in enumerate(_TILES, 1))
+        name: dot_tile(rows, _FLOAT_COLUMNS[rows - 1], item, spread=True)
+        for name, rows in ((name, min(rows, ROWS)) for rows, name in enumerate(_TILES, 1))
     }
-    few = part(_few_sums, item, _rest=rest, _columns=columns, **single)
-    if packed:
-        widen = part(_unpack_rows, item, _unpack=block_unpacker(item), _block_bytes=BLOCK_BYTES[item])
-    else:
-        widen = part(_widen, item, _load_whole=loader(item), _load_narrow=part_loader(item))
+    few = part(_few_sums, item, _rest=rest, **single)
+    widen = part(_widen, item, _load_whole=loader(item), _load_narrow=part_loader(item))
     passes = {
         name: dot_tile(min(max(rows, ROWS // 2), ROWS), COLUMNS, ahead=True) for rows, name in enumerate(_TILES, 1)
     }
     many = part(_many_sums, item, _item=item, _rest=rest, _widen_rows=widen, **passes)
-    return Kernel(linear, item, _sums_of=part(_sums, item, _few=few, _many=many, _columns=columns))
+    return Kernel(linear, item, _sums_of=part(_sums, item, _few=few, _many=many))
 
 
-LINEAR = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16, *PACKED)}
+LINEAR = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
+LINEAR |= {item: _packed_kernel(item) for item in PACKED}
 
 
 @njit(**OPTIONS)
@@ -228,7 +270,7 @@ def plan_linear(job, threads):
     m, n, k = word(job, M), word(job, N), word(job, K)
     both = 2 if word(job, ACTIVATION) != NONE else 1
     width = (n + 8 * threads - 1) // (8 * threads) + _WIDTH_STEP // 2
-    width = min(width, _WIDTH_MAX, _SUMS_BYTES // (4 * both * _rows_per_block(m, k)))
+    width = min(width, _WIDTH_MAX, _SUMS_BYTES // (4 * both * _rows_per_block(m, k)) - WOVEN)
     width = max(1, width // _WIDTH_STEP) * _WIDTH_STEP
     set_word(job, WIDTH, width)
     set_word(job, CHUNKS, (n + width - 1) // width)

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows."""
+"""What is done to rows before a product: root-mean-square norm, narrowing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from numba import njit
 from outrider.kernels.compiling import OPTIONS, Kernel
 from outrider.kernels.jobs import CHUNKS, OWN, set_word, word
 from outrider.kernels.memory import load_f32
+from outrider.kernels.narrow import narrow_row
 from outrider.kernels.vector import FLOAT32, LANES, add, fma, load_part, mul, splat, store_part, total
 
-X, X_STRIDE, M, K, WEIGHT, EPS, OUT, OUT_STRIDE, RESIDUAL, RESIDUAL_STRIDE = range(OWN, OWN + 10)
-"""EPS holds a float32; where there is a residual it is added."""
+X, X_STRIDE, M, K, WEIGHT, EPS, OUT, OUT_STRIDE, RESIDUAL, RESIDUAL_STRIDE, NARROWED, NARROWED_STRIDE = range(
+    OWN, OWN + 12
+)
+"""EPS holds a float32; where there is a residual it is added. NARROWED: where to leave the result as whole numbers, or
+0. Without a WEIGHT there is no norm: rows are narrowed as they are."""
 ROWS_PER_CHUNK = 16
 
 
@@ -31,16 +35,15 @@ def norm_row(x, k, weight, eps, out, residual):
 
 def norm(job, chunk, scratch):
     first = chunk * ROWS_PER_CHUNK
-    residual = word(job, RESIDUAL)
+    k, residual, narrowed = word(job, K), word(job, RESIDUAL), word(job, NARROWED)
     for row in range(first, min(first + ROWS_PER_CHUNK, word(job, M))):
-        norm_row(
-            word(job, X) + row * word(job, X_STRIDE),
-            word(job, K),
-            word(job, WEIGHT),
-            load_f32(job + 8 * EPS),
-            word(job, OUT) + row * word(job, OUT_STRIDE),
-            residual + row * word(job, RESIDUAL_STRIDE) if residual != 0 else 0,
-        )
+        out = word(job, X) + row * word(job, X_STRIDE)
+        if word(job, WEIGHT) != 0:
+            x, out = out, word(job, OUT) + row * word(job, OUT_STRIDE)
+            residual_row = residual + row * word(job, RESIDUAL_STRIDE) if residual != 0 else 0
+            norm_row(x, k, word(job, WEIGHT), load_f32(job + 8 * EPS), out, residual_row)
+        if narrowed != 0:
+            narrow_row(out, k, narrowed + row * word(job, NARROWED_STRIDE))
 
 
 NORM = Kernel(norm, FLOAT32)

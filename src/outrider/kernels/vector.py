@@ -14,11 +14,13 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, register_model
 
-from outrider.kernels.memory import F32, I32, Builder, declare, pointer
+from outrider.kernels.memory import F32, I16, I32, Builder, declare, pointer
 
 _FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 LANES: int = 16 if {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= _FEATURES else 8
 LANE_BYTES = 4 * LANES
+PAIRS_ADDED: bool = ("+avx512vnni" if LANES == 16 else "+avxvnni") in _FEATURES
+"""Products of pairs of 16 bits are added to a sum in one instruction."""
 FAST_HERE: bool = {"+avx2", "+fma", "+f16c"} <= _FEATURES
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -30,8 +32,7 @@ ITEM_BYTES = (4, 2, 2)
 _VECTOR = ir.VectorType(F32, LANES)
 _WORDS = ir.VectorType(I32, LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
-_I16 = ir.IntType(16)
-_SHORTS = ir.VectorType(_I16, LANES)
+_SHORTS = ir.VectorType(I16, LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
@@ -127,13 +128,6 @@ def _round_to_bfloat16(builder: Builder, value: Builder) -> Builder:
 def emit_fma(builder: Builder, a: Builder, b: Builder, c: Builder) -> Builder:
     fma = declare(builder, f"llvm.fma.v{LANES}f32", ir.FunctionType(_VECTOR, [_VECTOR] * 3))
     return builder.call(fma, [a, b, c])
-
-
-def emit_lookup(builder: Builder, table: Builder, numbers: Builder) -> Builder:
-    """The element of a table of 16 that each word's lowest four bits name; for 16 lanes only."""
-    assert LANES == 16
-    signature = ir.FunctionType(_VECTOR, [_VECTOR, _WORDS])
-    return builder.call(declare(builder, "llvm.x86.avx512.permvar.sf.512", signature), [table, numbers])
 
 
 def _pick(builder: Builder, a: Builder, b: Builder, lanes: list[int]) -> Builder:

@@ -20,7 +20,7 @@ from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, 
 from outrider.models.spec import Activation, ExpertsSpec
 
 try:
-    from outrider.kernels import activations, attention, gather, greatest, linear, norm, rotate
+    from outrider.kernels import activations, attention, gather, greatest, linear, narrow, norm, rotate
     from outrider.kernels.compiling import Kernel, load_all, load_entry
     from outrider.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.kernels.threads import Threads, available_cores, shared_threads
@@ -41,7 +41,7 @@ else:
 _HEADER = struct.Struct("4q")
 _WORD = struct.Struct("q")
 _GATHER = struct.Struct("6qf4x")
-_NORM = struct.Struct("5qf4x4q")
+_NORM = struct.Struct("5qf4x6q")
 _LINEAR = struct.Struct("14q")
 _GREATEST = struct.Struct("5q")
 _LAYER = struct.Struct("3qf4x4qf4xf4xq")
@@ -83,7 +83,9 @@ class NumbaOps(Ops):
         self._job, self._norm_job = Job(), Job()
         self._program: Program[Any] | None = None
         """What is being recorded."""
-        self._scratch, self._normed, self._queries, self._plan, self._parts = (_Buffer() for _ in range(5))
+        self._scratch, self._normed, self._narrowed, self._queries, self._plan, self._parts = (
+            _Buffer() for _ in range(6)
+        )
         self._layers: dict[int, tuple[AttentionLayer, bytes, list[Tensor]]] = {}
         self._steps: dict[int, tuple[AttentionRows, Step]] = {}
 
@@ -194,12 +196,20 @@ class NumbaOps(Ops):
         if out is None:
             # A residual is updated in place: the row is read by nobody else.
             out = self._empty(rows, n) if residual is None else residual
-        job, norm_address = self._new_job(), 0
+        job, before = self._new_job(), 0
         x_address, x_stride = x.data_ptr(), x.stride(0) * 4
-        if norm is not None:
+        packed = isinstance(weight, PackedMatrix)
+        if norm is not None or packed:
             norm_job = self._norm_job if self._program is None else self._program.job()
-            x_address, x_stride, norm_address = self._room(self._normed, rows * k * 4), k * 4, norm_job.address
-            self._pack_norm(norm_job, x, norm, eps, x_address)
+            before, narrowed, narrowed_stride = norm_job.address, 0, 0
+            if norm is not None:
+                x_address, x_stride = self._room(self._normed, rows * k * 4), k * 4
+            if packed:
+                narrowed_stride = k // narrow.BLOCK * narrow.BLOCK_BYTES
+                narrowed = self._room(self._narrowed, rows * narrowed_stride)
+            self._pack_norm(norm_job, x, norm, eps, x_address, narrowed=(narrowed, narrowed_stride))
+            if packed:
+                x_address, x_stride = narrowed, narrowed_stride
         stored = _rows_stored(weight)
         kernel = linear.LINEAR[_item_of(weight)]
         self._pack_header(job, kernel, linear.scratch_bytes(k))
@@ -221,7 +231,7 @@ class NumbaOps(Ops):
             0 if residual is None else residual.stride(0) * 4,
             activations.NONE if activation is None else _ACTIVATIONS[activation],
         )
-        self._call(RUN_LINEAR, job, norm_address)
+        self._call(RUN_LINEAR, job, before)
         return out
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
@@ -339,10 +349,18 @@ class NumbaOps(Ops):
         _HEADER.pack_into(job.words, 0, kernel.address, 0, scratch, scratch_bytes)
 
     def _pack_norm(
-        self, job: Job, x: Tensor, weight: Tensor, eps: float, out: int, *, residual: Tensor | None = None
+        self,
+        job: Job,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        out: int,
+        *,
+        residual: Tensor | None = None,
+        narrowed: tuple[int, int] = (0, 0),
     ) -> None:
         rows, k = x.shape
-        if self._program is not None:
+        if self._program is not None and weight is not None:
             self._program.keep(weight)
         _HEADER.pack_into(job.words, 0, norm.NORM.address, 0, 0, 0)
         _NORM.pack_into(
@@ -352,12 +370,13 @@ class NumbaOps(Ops):
             x.stride(0) * 4,
             rows,
             k,
-            weight.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
             eps,
             out,
             k * 4,
             0 if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0) * 4,
+            *narrowed,
         )
 
     def _layer_words(self, layer: AttentionLayer) -> bytes:

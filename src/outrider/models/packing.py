@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class Packer:
             self._memory = WeightMemory(self._room, 0, torch.device("cpu"))
         data = self._memory.empty(tuple(matrix.data.shape), torch.uint8).copy_(matrix.data)
         self._room -= size + 64
-        return PackedMatrix(packing=matrix.packing, data=data)
+        return replace(matrix, data=data)
 
 
 def pack(values: Tensor) -> PackedMatrix:
@@ -44,4 +46,4 @@ def pack(values: Tensor) -> PackedMatrix:
     scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
     numbers = (blocks / scale).round().to(torch.int8)
     data = torch.cat([scale.view(torch.uint8), numbers.view(torch.uint8)], dim=-1)
-    return PackedMatrix(packing=Packing.EIGHT_BITS, data=data.flatten(1))
+    return PackedMatrix.of(Packing.EIGHT_BITS, data.flatten(1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.models.packed import PackedMatrix
+from outrider.models.packed import PackedMatrix, stacked_packed
 
 Matrix = Tensor | PackedMatrix
 
@@ -21,7 +21,7 @@ def plain(matrix: Matrix) -> Tensor:
 
 def rows_of(matrix: Matrix, where: slice | Tensor) -> Matrix:
     if isinstance(matrix, PackedMatrix):
-        return PackedMatrix(packing=matrix.packing, data=matrix.data[where])
+        return matrix.rows(where)
     return matrix[where]
 
 
@@ -29,9 +29,9 @@ def stacked(matrices: Sequence[Matrix]) -> Matrix:
     """Matrices of one kind, one below the other."""
     first = matrices[0]
     if isinstance(first, PackedMatrix):
-        parts = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix) and matrix.packing == first.packing]
+        parts = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
         assert len(parts) == len(matrices)
-        return PackedMatrix(packing=first.packing, data=torch.cat([part.data for part in parts]))
+        return stacked_packed(parts)
     return torch.cat([plain(matrix) for matrix in matrices])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelError
-from outrider.models.packed import BLOCK, PackedMatrix, Packing
+from outrider.models.packed import BLOCK, PackedMatrix, Packing, filled_up, weave
 from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix
 from outrider.models.recipes.base import Recipe
 from outrider.models.recipes.layout import Layout, Part, Shape
@@ -24,7 +24,19 @@ Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes), counted as they are stored."""
 
 Form = Packing | torch.dtype
-"""How a matrix lies in memory."""
+"""How a matrix can lie in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """So many rows, woven together: see `PackedMatrix`."""
+
+    packing: Packing
+    count: int
+
+
+Place = PackedRows | torch.dtype
+"""How one does."""
 
 NAMES_SHOWN = 8
 MODULES_MAX = 64
@@ -127,11 +139,11 @@ def fill(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    forms: Mapping[str, Form] | None = None,
+    forms: Mapping[str, Place] | None = None,
 ) -> dict[str, Tensor]:
     """Every tensor of a layout, by its path there. `what` says in messages what the tensors should make up;
     tensors that the layout has no use for are refused unless they are `harmless`. Paths in `forms` get
-    that form instead of `dtype`; packed ones are bytes here."""
+    that form instead of `dtype`; packed ones are woven bytes here."""
     forms = forms or {}
     found = source.tensors
     plan = {path: _choose(assembly.choices, found) for path, assembly in layout.items()}
@@ -147,13 +159,17 @@ def fill(
     memory = WeightMemory(size, len(layout), torch.device(device))
     for path, parts in plan.items():
         destination = filled[path] = memory.empty(*kinds[path])
+        form = forms.get(path)
+        rows = destination[: form.count] if isinstance(form, PackedRows) else destination
         for part in parts:
-            source.copy_into(part, destination[part.where] if part.where else destination)
+            source.copy_into(part, rows[part.where] if part.where else rows)
             done_bytes += found[part.name].stored_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
         if layout[path].plus:
             destination += layout[path].plus
+        if isinstance(form, PackedRows):
+            weave(form.packing, destination, form.count)
     return filled
 
 
@@ -163,16 +179,15 @@ def taken(tensor: Tensor, part: Part) -> Tensor:
     return ordered[part.take] if part.take else ordered
 
 
-def _kind_in_memory(shape: Shape, form: Form) -> tuple[Shape, torch.dtype]:
+def _kind_in_memory(shape: Shape, form: Place) -> tuple[Shape, torch.dtype]:
     if isinstance(form, torch.dtype):
         return tuple(shape), form
-    rows, columns = shape
-    return (rows, columns // BLOCK * form.block_bytes), torch.uint8
+    return (filled_up(form.count), shape[1] // BLOCK * form.packing.block_bytes), torch.uint8
 
 
-def stored_forms(source: TensorSource, layout: Layout) -> dict[str, Form]:
+def stored_forms(source: TensorSource, layout: Layout) -> dict[str, Place]:
     """Of the matrices that can stay as they are stored: all parts in the same form."""
-    found = {}
+    found: dict[str, Place] = {}
     for path, assembly in layout.items():
         parts = _choose(assembly.choices, source.tensors)
         forms = {source.tensors[part.name].form if part.name in source.tensors else None for part in parts}
@@ -180,7 +195,7 @@ def stored_forms(source: TensorSource, layout: Layout) -> dict[str, Form]:
         # Packed rows make up one matrix; numbers of 16 bits may be those of many experts.
         dimensions_max = 2 if isinstance(form, Packing) else 3
         if form is not None and not forms and 2 <= len(assembly.shape) <= dimensions_max:
-            found[path] = form
+            found[path] = PackedRows(form, assembly.shape[0]) if isinstance(form, Packing) else form
     return found
 
 
@@ -229,7 +244,7 @@ def _named(names: Iterable[str]) -> str:
 
 
 def layers_from(
-    layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor], forms: Mapping[str, Form] | None = None
+    layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor], forms: Mapping[str, Place] | None = None
 ) -> tuple[LayerParameters, ...]:
     """The layers among the tensors of a filled layout."""
 
@@ -264,12 +279,14 @@ def layers_from(
     )
 
 
-def _matrix(path: str, filled: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Matrix:
+def _matrix(path: str, filled: Mapping[str, Tensor], forms: Mapping[str, Place]) -> Matrix:
     form = forms.get(path)
-    return PackedMatrix(packing=form, data=filled[path]) if isinstance(form, Packing) else filled[path]
+    if not isinstance(form, PackedRows):
+        return filled[path]
+    return PackedMatrix(packing=form.packing, data=filled[path], count=form.count)
 
 
-def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor], forms: Mapping[str, Form]) -> DecoderParameters:
+def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor], forms: Mapping[str, Place]) -> DecoderParameters:
     embedding = _matrix("embedding", filled, forms)
     head = embedding if spec.tied_head else _matrix("head.weight", filled, forms)
     return DecoderParameters(
