@@ -14,7 +14,7 @@ from numba import njit
 from outrider.kernels.activations import NONE, gate
 from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.kernels.jobs import CHUNKS, OWN, set_word, word
-from outrider.kernels.packed import BLOCK, LINE_BYTES, PACKED, WOVEN, groups_of, packed_tile
+from outrider.kernels.packed import BLOCK, LINE_BYTES, PACKED, WOVEN, packed_tile
 from outrider.kernels.packed import ROWS as PACKED_ROWS
 from outrider.kernels.tiles import COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, ROWS, dot_tile
 from outrider.kernels.vector import (
@@ -45,12 +45,10 @@ _TILES = ("_one", "_two", "_three", "_four", "_five", "_six", "_seven", "_eight"
 
 # Weight rows of a tile by its rows of x: as many as the registers hold.
 _FLOAT_COLUMNS = (COLUMNS_OF_ONE, COLUMNS_OF_TWO, *[COLUMNS] * (ROWS - 2))
-_GROUPS = tuple(groups_of(rows) for rows in range(1, PACKED_ROWS + 1))
 
 # Bound anew for each way of storing weights.
 _item = FLOAT32
 _one = _two = _three = _four = _five = _six = _seven = _eight = _thin = UNBOUND
-_ones = _twos = _threes = UNBOUND
 _few = _many = _rest = _load_whole = _load_narrow = _widen_rows = _sums_of = _tile = UNBOUND
 
 
@@ -135,48 +133,38 @@ def _sums(x, x_stride, m, matrix, w_stride, first, n, k, out, out_stride, wide):
     return out
 
 
-def _packed_tile(rows, single, x, x_stride, weights, group_stride, blocks, out, out_stride):
-    """`single`: one group of weight rows, where a tile for so few rows has several."""
-    if rows == 1 and single:
-        _one(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
-    elif rows == 1:
-        _ones(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
-    elif rows == 2 and single:
-        _two(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+def _packed_tile(rows, x, x_stride, weights, blocks, out, out_stride):
+    if rows == 1:
+        _one(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     elif rows == 2:
-        _twos(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
-    elif rows == 3 and single:
-        _three(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _two(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     elif rows == 3:
-        _threes(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _three(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     elif rows == 4:
-        _four(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _four(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     elif rows == 5:
-        _five(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _five(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     elif rows == 6:
-        _six(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _six(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     elif rows == 7:
-        _seven(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _seven(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
     else:
-        _eight(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0)
+        _eight(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0)
 
 
 def _packed_sums(x, x_stride, m, matrix, w_stride, first, n, k, out, out_stride, wide):
     """As `_sums`. Weight rows come in whole groups: out has room for the others of the first and of the last."""
-    group_stride, blocks, before = WOVEN * w_stride, k // BLOCK, first % WOVEN
-    weights = matrix + first // WOVEN * group_stride
+    blocks, before = k // BLOCK, first % WOVEN
+    weights = matrix + (first - before) * w_stride
     groups = (before + n + WOVEN - 1) // WOVEN
     passes = (m + PACKED_ROWS - 1) // PACKED_ROWS
-    together = _GROUPS[min(m, PACKED_ROWS) - 1]
-    at = 0
-    while at < groups:
-        single = groups - at < together
-        x_at, o, left = x, out + at * LINE_BYTES, m
+    for group in range(groups):
+        x_at, o, left = x, out + group * LINE_BYTES, m
         for number in range(passes, 0, -1):
-            rows = (left + number - 1) // number
-            _tile(rows, single, x_at, x_stride, weights + at * group_stride, group_stride, blocks, o, out_stride)
+            rows = (left + number - 1) // number  # nearly the same in all passes
+            _tile(rows, x_at, x_stride, weights, blocks, o, out_stride)
             x_at, o, left = x_at + rows * x_stride, o + rows * out_stride, left - rows
-        at += 1 if single else together
+        weights += WOVEN * w_stride
     return out + 4 * before
 
 
@@ -237,11 +225,8 @@ def linear(job, chunk, sums):
 
 
 def _packed_kernel(item: int) -> Kernel:
-    # More weight rows at once than one group: for few rows of x only.
-    single = {name: packed_tile(rows, 1, item) for rows, name in enumerate(_TILES, 1)}
-    several = {f"{name}s": packed_tile(rows, groups_of(rows), item) for rows, name in enumerate(_TILES[:3], 1)}
-    tile = part(_packed_tile, item, **single, **several)
-    return Kernel(linear, item, _sums_of=part(_packed_sums, item, _tile=tile))
+    tiles = {name: packed_tile(rows, item) for rows, name in enumerate(_TILES, 1)}
+    return Kernel(linear, item, _sums_of=part(_packed_sums, item, _tile=part(_packed_tile, item, **tiles)))
 
 
 def _kernel(item: int) -> Kernel:

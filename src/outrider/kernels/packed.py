@@ -11,7 +11,7 @@ instruction, or in two where it lacks VNNI.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -39,22 +39,20 @@ PACKED = (FOUR_BITS, EIGHT_BITS)
 BLOCK = 32
 WOVEN = 16
 LINE_BYTES = 4 * WOVEN
+CACHE_LINE_BYTES = 64
 LINES = {FOUR_BITS: 6, EIGHT_BITS: 9}
 """Of 16 words, of a block of woven rows: scales, lowest, numbers."""
 ROWS = 8
 """Of the largest tile."""
-_GROUPS = (4, 2, 2, 1, 1, 1, 1, 1) if LANES == 16 else (2, 1, 1, 1, 1, 1, 1, 1)
-"""Of 16 weight rows, of a tile, by its rows of x: sums enough that none waits for the one before."""
-_VECTORS_MAX = 8 if LANES == 16 else 6
-"""Of sums in a tile that go together; where a group has more, its halves are taken one after the other."""
-_AHEAD_BYTES = 1024
+_SUMS_MIN = 4
+"""So many at once, that none has to wait for the product before."""
+_SUMS_MAX = 8
+"""As many as fit the registers beside what is added: with 8 lanes, the halves of a group may come one by one."""
+_AHEAD_BYTES = 2048
+"""How far ahead weights are asked for."""
 
 _WORDS = words(0).type
 _SHORTS = ir.VectorType(I16, 2 * LANES)
-
-
-def groups_of(rows: int) -> int:
-    return _GROUPS[rows - 1]
 
 
 def _shorts(number: int) -> Builder:
@@ -97,60 +95,54 @@ def _emit_pass(
     builder: Builder, xs: list[Builder], weights: list[Builder], outs: list[list[Builder]], blocks: Builder, item: int
 ) -> None:
     """Over all blocks: sums of each row with each vector of weights, to where they belong."""
-    loop = Loop(builder, I64(0), blocks, 1, [ZERO] * (len(xs) * len(weights)))
+    places = [place for row in outs for place in row]
+    for place in places:
+        emit_store(builder, place, ZERO)
+    loop = Loop(builder, I64(0), blocks, 1, [])
     x_at, w_at = builder.mul(loop.at, I64(ROW_BLOCK_BYTES)), builder.mul(loop.at, I64(LINES[item] * LINE_BYTES))
     rows = [builder.add(x, x_at) for x in xs]
     lines = [builder.add(weight, w_at) for weight in weights]
-    first_line = 2 if item == FOUR_BITS else 1
-    totals = [words(0)] * len(loop.carried)
-    for number in range(first_line, LINES[item]):
-        pair_at = 2 * (number - first_line)
+    for ahead in range(0, LINES[item] * LINE_BYTES, CACHE_LINE_BYTES):
+        emit_prefetch(builder, builder.add(lines[0], I64(_AHEAD_BYTES + ahead)))
+    parts = max(1, _SUMS_MIN // len(places))
+    totals = [[words(0)] * parts for _ in places]
+    first = 2 if item == FOUR_BITS else 1
+    for number in range(first, LINES[item]):
         for vector, line in enumerate(lines):
-            for place, pairs in _numbers(builder, builder.add(line, I64(number * LINE_BYTES)), item):
+            numbers = _numbers(builder, builder.add(line, I64(number * LINE_BYTES)), item)
+            for turn, (place, pairs) in enumerate(numbers):
                 for row, x in enumerate(rows):
-                    at = row * len(lines) + vector
-                    pair = _splat_word(builder, builder.add(x, I64(4 * (pair_at + place))))
-                    totals[at] = _add_products(builder, totals[at], pairs, pair)
-    sums = list(loop.carried)
+                    total = totals[row * len(lines) + vector]
+                    pair = _splat_word(builder, builder.add(x, I64(4 * (2 * (number - first) + place))))
+                    total[turn % parts] = _add_products(builder, total[turn % parts], pairs, pair)
     for vector, line in enumerate(lines):
-        for ahead in range(0, LINES[item] * LINE_BYTES, 64):
-            if LANES == 16 or vector % 2 == 0:
-                emit_prefetch(builder, builder.add(line, I64(_AHEAD_BYTES + ahead)))
         scale = emit_load(builder, line)
         lowest = emit_load(builder, builder.add(line, I64(LINE_BYTES))) if item == FOUR_BITS else None
         for row, x in enumerate(rows):
             at = row * len(lines) + vector
+            whole = builder.sitofp(reduce(builder.add, totals[at]), vector_of())
             factor = builder.fmul(scale, _factor(builder, builder.add(x, I64(SCALE_AT))))
-            sums[at] = emit_fma(builder, builder.sitofp(totals[at], vector_of()), factor, sums[at])
+            # Kept in memory: there are not registers enough, and once in a block costs nothing.
+            result = emit_fma(builder, whole, factor, emit_load(builder, places[at]))
             if lowest is not None:
-                sums[at] = emit_fma(builder, lowest, _factor(builder, builder.add(x, I64(SUM_AT))), sums[at])
-    for at, value in enumerate(loop.close(sums)):
-        emit_store(builder, outs[at // len(lines)][at % len(lines)], value)
+                result = emit_fma(builder, lowest, _factor(builder, builder.add(x, I64(SUM_AT))), result)
+            emit_store(builder, places[at], result)
+    loop.close([])
 
 
 @cache
-def packed_tile(rows: int, groups: int, item: int) -> Any:
-    """tile(x, x_stride, weights, group_stride, blocks, out, out_stride, 0, 0); strides in bytes."""
+def packed_tile(rows: int, item: int) -> Any:
+    """tile(x, x_stride, weights, 0, blocks, out, out_stride, 0, 0); strides in bytes. One group of weight rows."""
 
     def emit(builder: Builder, args: list[Builder]) -> None:
-        x, x_stride, weights, group_stride, blocks, out, out_stride, _, _ = args
+        x, x_stride, weights, _, blocks, out, out_stride, _, _ = args
         xs = [line_of(builder, x, x_stride, row) for row in range(rows)]
-        halves = WOVEN // LANES
-        vectors = [
-            (
-                builder.add(line_of(builder, weights, group_stride, group), I64(half * LANE_BYTES)),
-                [
-                    builder.add(line_of(builder, out, out_stride, row), I64(group * LINE_BYTES + half * LANE_BYTES))
-                    for row in range(rows)
-                ],
-            )
-            for group in range(groups)
-            for half in range(halves)
-        ]
-        together = len(vectors) if rows * len(vectors) <= _VECTORS_MAX else 1
-        for start in range(0, len(vectors), together):
-            some = vectors[start : start + together]
-            outs = [[places[row] for _, places in some] for row in range(rows)]
-            _emit_pass(builder, xs, [weight for weight, _ in some], outs, blocks, item)
+        outs = [line_of(builder, out, out_stride, row) for row in range(rows)]
+        halves = [I64(start) for start in range(0, LINE_BYTES, LANE_BYTES)]
+        together = len(halves) if rows * len(halves) <= _SUMS_MAX else 1
+        for start in range(0, len(halves), together):
+            some = halves[start : start + together]
+            places = [[builder.add(out, half) for half in some] for out in outs]
+            _emit_pass(builder, xs, [builder.add(weights, half) for half in some], places, blocks, item)
 
-    return register_tile(f"packed_{rows}x{groups}_{item}", emit)
+    return register_tile(f"packed_{rows}_{item}", emit)
