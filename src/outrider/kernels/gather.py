@@ -23,7 +23,8 @@ from outrider.kernels.vector import (
 )
 
 NUMBERS, M, MATRIX, STRIDE, K, OUT, SCALE = range(OWN, OWN + 7)
-"""STRIDE in bytes, of woven rows their mean; rows of OUT lie one after the other. SCALE holds a float32, by which all is multiplied."""
+"""STRIDE in bytes, of woven rows their mean; rows of OUT lie one after the other. SCALE holds a float32, by which all
+is multiplied."""
 ROWS_PER_CHUNK = 16
 
 # Bound anew for each way of storing numbers.

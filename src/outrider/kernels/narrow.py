@@ -47,9 +47,7 @@ def _reduced(builder: Builder, operation: str, vectors: list[Builder], pair: Any
 def _narrow_block(typingctx, x, out):
     def codegen(context, builder, signature, args):
         x, out = args
-        values = [
-            emit_load(builder, builder.add(x, I64(number * LANE_BYTES))) for number in range(BLOCK // LANES)
-        ]
+        values = [emit_load(builder, builder.add(x, I64(number * LANE_BYTES))) for number in range(BLOCK // LANES)]
         # Compared as bits: what is not a number is the largest of all, and so becomes the scale.
         sizes = [builder.and_(builder.bitcast(value, _WORDS), words(0x7FFFFFFF)) for value in values]
 
@@ -61,9 +59,7 @@ def _narrow_block(typingctx, x, out):
         inverse = builder.select(nothing, F32(0.0), builder.fdiv(F32(_LARGEST), largest))
         scale = builder.select(nothing, F32(0.0), builder.fmul(largest, F32(1.0 / _LARGEST)))
         factor = emit_splat(builder, inverse)
-        bits = [
-            builder.bitcast(emit_fma(builder, value, factor, constant(_ROUNDER)), _WORDS) for value in values
-        ]
+        bits = [builder.bitcast(emit_fma(builder, value, factor, constant(_ROUNDER)), _WORDS) for value in values]
         for number, each in enumerate(bits):
             shorts = builder.trunc(each, _SHORTS)
             ordered = builder.shuffle_vector(shorts, shorts, ir.Constant(ir.VectorType(I32, LANES), _ORDER))

@@ -5,18 +5,17 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.errors import ConfigError
 from outrider.kernels import Progress
 from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
+from outrider.layers.cpu_weights import known, prepared, wide
 from outrider.layers.ops import Greatest, Ops, Recorded, Result, route
 from outrider.models.packed import PackedMatrix, Packing
-from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix, plain
+from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear, Matrix
 from outrider.models.spec import Activation, ExpertsSpec
 
 try:
@@ -103,12 +102,7 @@ class NumbaOps(Ops):
         weights = (parameters.head.weight, parameters.layers[0].qkv.weight)
         kinds = [weight.packing if isinstance(weight, PackedMatrix) else weight.dtype for weight in weights]
         warm_up(kinds, self._progress)
-        return DecoderParameters(
-            embedding=_stored(parameters.embedding),
-            layers=tuple(_prepared_layer(layer) for layer in parameters.layers),
-            final_norm=_wide(parameters.final_norm),
-            head=_prepared(parameters.head),
-        )
+        return prepared(parameters)
 
     def embed(self, tokens: Tensor, embedding: Matrix, scale: float) -> Tensor:
         count, (end, k) = tokens.shape[0], embedding.shape
@@ -136,7 +130,7 @@ class NumbaOps(Ops):
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = _rows_of(x), _wide(weight)
+        x, weight = _rows_of(x), wide(weight)
         out = self._empty(*x.shape)
         job = self._new_job()
         self._pack_norm(job, x, weight, eps, out.data_ptr())
@@ -156,7 +150,7 @@ class NumbaOps(Ops):
             return self._linear(x, linear.weight, linear.bias, residual=residual)
         y = self._linear(x, linear.weight, linear.bias)
         job = self._new_job()
-        self._pack_norm(job, y, _wide(post_norm), eps, y.data_ptr(), residual=residual)
+        self._pack_norm(job, y, wide(post_norm), eps, y.data_ptr(), residual=residual)
         self._call(RUN_NORM, job, 0)
         return y
 
@@ -389,7 +383,7 @@ class NumbaOps(Ops):
         addresses = []
         for tensor in (layer.q_norm, layer.k_norm, layer.sinks):
             if tensor is not None:
-                kept.append(_wide(tensor))
+                kept.append(wide(tensor))
             addresses.append(0 if tensor is None else kept[-1].data_ptr())
         packed = _LAYER.pack(
             layer.heads,
@@ -425,7 +419,7 @@ def warm_up(kinds: Iterable[torch.dtype | Packing], progress: Progress | None = 
     """Compile what weights of these kinds and their caches need, or read it from disk."""
     kinds = set(kinds)
     packed = {kind for kind in kinds if isinstance(kind, Packing)}
-    items = {_ITEMS[_known(kind)] for kind in kinds if isinstance(kind, torch.dtype)}
+    items = {_ITEMS[known(kind)] for kind in kinds if isinstance(kind, torch.dtype)}
     # Whoever keeps weights packed computes and caches in float32.
     caches = items | ({FLOAT32} if packed else set())
     kernels = [norm.NORM, greatest.GREATEST]
@@ -440,14 +434,7 @@ def _unheard(_what: str, _done: int, _total: int) -> None:
 
 
 def _item_of(weight: Matrix) -> int:
-    return _PACKINGS[weight.packing] if isinstance(weight, PackedMatrix) else _ITEMS[_known(weight.dtype)]
-
-
-def _known(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _ITEMS:
-        known = ", ".join(str(each).removeprefix("torch.") for each in _ITEMS)
-        raise ConfigError(f"{str(dtype).removeprefix('torch.')} does not run on a CPU; choose one of {known}")
-    return dtype
+    return _PACKINGS[weight.packing] if isinstance(weight, PackedMatrix) else _ITEMS[known(weight.dtype)]
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -457,51 +444,5 @@ def _rows_of(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32).contiguous()
-
-
-def _maybe_wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _wide(tensor)
-
-
-def _prepared(linear: Linear) -> Linear:
-    return Linear(weight=_stored(linear.weight), bias=_maybe_wide(linear.bias))
-
-
 def _rows_stored(weight: Matrix) -> Tensor:
     return weight.data if isinstance(weight, PackedMatrix) else weight
-
-
-def _stored(weight: Matrix) -> Matrix:
-    if isinstance(weight, PackedMatrix):
-        return weight
-    _known(weight.dtype)
-    return weight if weight.stride(-1) == 1 else weight.contiguous()
-
-
-def _prepared_layer(layer: LayerParameters) -> LayerParameters:
-    mlp: DenseMLP | ExpertsMLP
-    if isinstance(layer.mlp, DenseMLP):
-        mlp = DenseMLP(gate_up=_prepared(layer.mlp.gate_up), down=_prepared(layer.mlp.down))
-    else:
-        mlp = ExpertsMLP(
-            router=_prepared(layer.mlp.router),
-            gate_up=plain(_stored(layer.mlp.gate_up)),
-            down=plain(_stored(layer.mlp.down)),
-            gate_up_bias=_maybe_wide(layer.mlp.gate_up_bias),
-            down_bias=_maybe_wide(layer.mlp.down_bias),
-        )
-    return replace(
-        layer,
-        input_norm=_wide(layer.input_norm),
-        qkv=_prepared(layer.qkv),
-        out=_prepared(layer.out),
-        mlp_norm=_wide(layer.mlp_norm),
-        mlp=mlp,
-        q_norm=_maybe_wide(layer.q_norm),
-        k_norm=_maybe_wide(layer.k_norm),
-        attention_post_norm=_maybe_wide(layer.attention_post_norm),
-        mlp_post_norm=_maybe_wide(layer.mlp_post_norm),
-        sinks=_maybe_wide(layer.sinks),
-    )
