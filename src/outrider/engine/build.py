@@ -32,8 +32,8 @@ from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.registry import DrafterSettings, load_drafter
 
-CPU_CONFIDENCE = 0.25
-"""On a CPU a row more to verify takes about a quarter of what a token takes: below this chance to count, it costs more
+CPU_CONFIDENCE = 0.2
+"""On a CPU a row more to verify takes about a fifth of what a token takes: below this chance to count, it costs more
 than it brings. A GPU verifies a few rows more at no cost."""
 CACHED_TEXTS = 64
 """Of memory that nobody named, room is taken for this many texts of the longest length, running or cached."""

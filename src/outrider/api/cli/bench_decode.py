@@ -21,7 +21,7 @@ from outrider.api.cli.grouped import grouped
 from outrider.api.cli.terminal import errors, loading, out, progress_bar
 from outrider.config import EngineConfig, SpeculativeConfig
 
-FIXED_DRAFTS = 3
+FIXED_DRAFTS = (3, 4, 5)
 DEFAULT_BATCHES = (1, 8)
 DEFAULT_TOKENS, DEFAULT_ROUNDS = 128, 5
 QUICK_TOKENS, QUICK_ROUNDS = 32, 2
@@ -93,8 +93,12 @@ def bench_decode(
 ) -> None:
     engine = EngineConfig(**(model.settings() | {"model": chosen_model(positional, model)}))
     packaged = packaged_speculations(engine.model)
-    # As users run it by default, and with a fixed number of drafts beside it.
-    fixed = [json.dumps(json.loads(text) | {"num_speculative_tokens": FIXED_DRAFTS}) for text in packaged[:1]]
+    # As users run it by default, and with fixed numbers of drafts beside it: which is best depends on the text.
+    fixed = [
+        json.dumps(json.loads(text) | {"num_speculative_tokens": drafts})
+        for text in packaged[:1]
+        for drafts in FIXED_DRAFTS
+    ]
     given = [*packaged, *fixed, SPECULATIVE_EXAMPLE]
     speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in speculative_config or given]
 
