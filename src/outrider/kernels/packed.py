@@ -59,16 +59,17 @@ def _shorts(number: int) -> Builder:
     return ir.Constant(_SHORTS, [number] * (2 * LANES))
 
 
-def _numbers(builder: Builder, line: Builder, item: int) -> list[tuple[int, Builder]]:
-    """Weights of a line as pairs of 16 bits, each with the place among the row's pairs that belongs to it."""
-    raw = builder.load(pointer(builder, line, _SHORTS), align=4)
+_PAIRS = {FOUR_BITS: (0, 1, 8, 9), EIGHT_BITS: (0, 1)}
+"""Which of a row's pairs meet those of a line, from the line's first on. With 4 bits, the second half of a block lies
+in the high halves of its bytes."""
+
+
+def _pair(builder: Builder, line: Builder, turn: int, item: int) -> Builder:
+    """A line's weights of one turn, as pairs of 16 bits."""
     if item == EIGHT_BITS:
-        even = builder.ashr(builder.shl(raw, _shorts(8)), _shorts(8))
-        return [(0, even), (1, builder.ashr(raw, _shorts(8)))]
-    low = [builder.and_(raw, _shorts(15)), builder.and_(builder.lshr(raw, _shorts(8)), _shorts(15))]
-    high = [builder.and_(builder.lshr(raw, _shorts(4)), _shorts(15)), builder.lshr(raw, _shorts(12))]
-    # The second half of a block lies in the high halves of its bytes.
-    return [*enumerate(low), *enumerate(high, 8)]
+        return builder.ashr(line if turn else builder.shl(line, _shorts(8)), _shorts(8))
+    moved = builder.lshr(line, _shorts((0, 8, 4, 12)[turn]))
+    return moved if turn == 3 else builder.and_(moved, _shorts(15))
 
 
 def _add_products(builder: Builder, total: Builder, weights: Builder, row: Builder) -> Builder:
@@ -78,7 +79,9 @@ def _add_products(builder: Builder, total: Builder, weights: Builder, row: Build
         return builder.call(declare(builder, name, kind), [total, builder.bitcast(weights, _WORDS), row])
     name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
     multiply = declare(builder, name, ir.FunctionType(_WORDS, [_SHORTS] * 2))
-    return builder.add(total, builder.call(multiply, [weights, builder.bitcast(row, _SHORTS)]))
+    added = builder.add(total, builder.call(multiply, [weights, builder.bitcast(row, _SHORTS)]))
+    # Left alone, the compiler takes all products of one vector first and keeps what the next one needs in memory.
+    return builder.asm(ir.FunctionType(_WORDS, [_WORDS]), "", "=v,0" if LANES == 16 else "=x,0", [added], True)
 
 
 def _splat_word(builder: Builder, address: Builder) -> Builder:
@@ -108,13 +111,17 @@ def _emit_pass(
     totals = [[words(0)] * parts for _ in places]
     first = 2 if item == FOUR_BITS else 1
     for number in range(first, LINES[item]):
-        for vector, line in enumerate(lines):
-            numbers = _numbers(builder, builder.add(line, I64(number * LINE_BYTES)), item)
-            for turn, (place, pairs) in enumerate(numbers):
-                for row, x in enumerate(rows):
+        loaded = [
+            builder.load(pointer(builder, builder.add(line, I64(number * LINE_BYTES)), _SHORTS), align=4)
+            for line in lines
+        ]
+        for turn, place in enumerate(_PAIRS[item]):
+            pairs = [_pair(builder, line, turn, item) for line in loaded]
+            for row, x in enumerate(rows):
+                of_row = _splat_word(builder, builder.add(x, I64(4 * (2 * (number - first) + place))))
+                for vector, pair in enumerate(pairs):
                     total = totals[row * len(lines) + vector]
-                    pair = _splat_word(builder, builder.add(x, I64(4 * (2 * (number - first) + place))))
-                    total[turn % parts] = _add_products(builder, total[turn % parts], pairs, pair)
+                    total[turn % parts] = _add_products(builder, total[turn % parts], pair, of_row)
     for vector, line in enumerate(lines):
         scale = emit_load(builder, line)
         lowest = emit_load(builder, builder.add(line, I64(LINE_BYTES))) if item == FOUR_BITS else None
