@@ -108,7 +108,8 @@ class EngineConfig:
     """plan checks tables and intervals; bytes also checksums published pages and verifies them when they are hit."""
     expand_weights: bool = False
     """Write weights out in memory although the CPU kernels can read them as they are stored, quantised or of 16 bits.
-    Same results, slower."""
+    Arithmetic is then float32 throughout: results differ in the fourth digit from those with quantised weights, and
+    everything is slower."""
     num_threads: int | None = None
     """Threads of CPU kernels; None: one for each core this process may use."""
     ops: str = "auto"

@@ -53,7 +53,7 @@ class ModelOptions:
         bool,
         typer.Option(
             "--expand-weights",
-            help="Write quantised and 16-bit weights out in memory instead of widening them as they are used: same "
+            help="Write quantised and 16-bit weights out in memory and compute in float32 throughout: nearly the same "
             "results, several times the memory, slower.",
             rich_help_panel=MODEL,
         ),
