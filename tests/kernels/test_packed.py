@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from outrider.layers.cpu_ops import NumbaOps
-from outrider.models.packed import BLOCK, PackedMatrix, Packing
+from outrider.models.packed import BLOCK, PackedMatrix, Packing, weave
 from outrider.models.parameters import Linear, stacked
 from outrider.models.spec import Activation
 
@@ -35,8 +35,14 @@ def test_a_block_means_what_it_says() -> None:
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c, rounded once: a product of two float32 is exact in float64."""
-    return (a.double() * b.double() + c.double()).float()
+    """a * b + c, rounded once. A product of two float32 is exact in float64; a sum there that is not exact is made odd,
+    so that rounding it again is as if it were done once."""
+    products, c = torch.broadcast_tensors(a.double() * b.double(), c.double())
+    sums = products + c
+    added = sums - products
+    lost = (products - (sums - added)) + (c - added)
+    bits = sums.view(torch.int64)
+    return (bits + ((lost != 0) & (bits % 2 == 0)) * (lost.sign() * sums.sign()).long()).view(torch.float64).float()
 
 
 def narrowed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,14 +101,20 @@ def test_products_are_as_they_are_defined(packing: Packing, n: int, k: int) -> N
 
 @pytest.mark.parametrize("packing", list(Packing))
 def test_extreme_rows(packing: Packing) -> None:
-    """Zeros, numbers too small to have an inverse, the largest and the smallest numbers of 16 bits."""
+    """Zeros, numbers too small to have an inverse, the largest and the smallest numbers of 16 bits, one number that
+    leaves nothing of the others in its block and little of them in a sum."""
     ops, packed = NumbaOps(threads=1), packed_matrix(packing, 40, 64)
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(13, 64, generator=torch.Generator().manual_seed(3))
     x[0] = 0
     x[1] *= 1e-35
     x[2, :32] = torch.tensor([3.0, -3.0] * 16)
     x[3] *= 1e30
     x[4, 32:] = 0
+    x[5] *= 1e-42
+    x[6] = -0.0
+    for row, largest in zip((7, 8, 9), (2.0**-101, 2.0**-100, 2.0**-99), strict=True):
+        x[row] = torch.tensor([largest, -largest / 3] * 32)
+    x[10, 31], x[11, 32], x[12, ::32] = 1e20, -1e9, torch.finfo(torch.float32).max
     assert torch.equal(ops.project(x, Linear(weight=packed)), product(x, packed))
     assert torch.equal(ops.project(x[:1], Linear(weight=packed)), torch.zeros(1, 40))
 
@@ -127,7 +139,14 @@ def test_rows_of_a_packed_matrix_are_those_rows(packing: Packing) -> None:
     matrix = packed_matrix(packing, 100, 64)
     whole = matrix.expand()
     wanted: list[slice | Tensor] = [slice(16, 64), slice(48, None), slice(5, 37), slice(96, 100)]
-    wanted += [slice(None, None, 3), torch.tensor([99, 0, 7]), torch.arange(100) % 2 == 0]
+    wanted += [
+        slice(None, None, 3),
+        slice(16, 64, 2),
+        slice(0, 32),
+        slice(32, 41),
+        torch.tensor([99, 0, 7]),
+        torch.arange(100) % 2 == 0,
+    ]
     for where in wanted:
         some = matrix.rows(where)
         assert some.shape == (len(whole[where]), 64)
@@ -138,6 +157,30 @@ def test_rows_of_a_packed_matrix_are_those_rows(packing: Packing) -> None:
         joined = stacked([matrix.rows(piece) for piece in pieces])
         assert isinstance(joined, PackedMatrix)
         assert torch.equal(joined.expand(), whole)
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_rows_are_filled_up_with_zeros(packing: Packing) -> None:
+    """Whatever lay in that memory: what the lanes of those rows compute is thrown away, and must cost nothing."""
+    rows = packed_matrix(packing, 21, 64).unwoven()
+    data = torch.full((32, rows.shape[1]), 255, dtype=torch.uint8)
+    data[:21] = rows
+    weave(packing, data, 21)
+    assert torch.equal(PackedMatrix(packing=packing, data=data, count=21).unwoven(), rows)
+    assert not PackedMatrix(packing=packing, data=data, count=32).unwoven()[21:].any()
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_a_matrix_may_be_woven_in_pieces(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = packed_matrix(packing, 150, 64).unwoven()
+    for pieces in (1, 2, 3, 20):
+        monkeypatch.setattr("outrider.models.packed._CHUNK_BYTES", pieces * 16 * rows.shape[1])
+        assert torch.equal(PackedMatrix.of(packing, rows).unwoven(), rows)
+
+
+def test_matrices_of_two_packings_are_not_stacked() -> None:
+    with pytest.raises(AssertionError):
+        stacked([packed_matrix(packing, 16, 64) for packing in Packing])
 
 
 @pytest.mark.parametrize("packing", list(Packing))
