@@ -151,6 +151,8 @@ def test_rows_of_a_packed_matrix_are_those_rows(packing: Packing) -> None:
         some = matrix.rows(where)
         assert some.shape == (len(whole[where]), 64)
         assert torch.equal(some.expand(), whole[where])
+        filled = PackedMatrix(packing=packing, data=some.data, count=len(some.data))
+        assert not filled.unwoven()[some.count :].any(), "filled up with something"
     assert matrix.rows(slice(16, 64)).data.data_ptr() == matrix.data[16:].data_ptr(), "whole groups are not copied"
     for parts in ((32, 16, 52), (5, 90, 5), (100,)):
         pieces = torch.arange(100).split(parts)

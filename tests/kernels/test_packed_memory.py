@@ -13,7 +13,7 @@ from outrider.layers.cpu_ops import NumbaOps
 from outrider.models.packed import Packing
 from outrider.models.spec import Activation
 
-GUARD, GUARD_BYTES = 0xA5, 4096
+GUARD, GUARD_BYTES = 0xA5, 64 << 10
 
 
 class GuardedBuffer:
@@ -52,9 +52,10 @@ def gated(ops: NumbaOps, sums: Tensor, bias: Tensor | None, activation: Activati
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-@pytest.mark.parametrize("n", [1, 15, 17, 48, 49, 161, 400])
+@pytest.mark.parametrize("n", [1, 15, 17, 49, 161, 600])
 def test_blocks_of_rows_and_strips_fit_their_scratch(packing: Packing, n: int, guarded: type[GuardedBuffer]) -> None:
-    """The shorter the rows, the more of them in a block; halves of a gated product begin anywhere in a group."""
+    """The shorter the rows, the more of them in a block; the more weights, the wider a strip; halves of a gated product
+    begin anywhere in a group."""
     ops, plain = NumbaOps(threads=1), NumbaOps(threads=2)
     random = torch.Generator().manual_seed(n)
     bias = torch.randn(2 * n, generator=random)
