@@ -17,8 +17,9 @@ def length_of(head: bytes) -> int:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next body; None at the end."""
+    """The next body; None at the end, which may come in the middle of one: whoever wrote it was killed."""
     head = stream.read(LENGTH_BYTES)
     if len(head) < LENGTH_BYTES:
         return None
-    return stream.read(length_of(head))
+    body = stream.read(length_of(head))
+    return body if len(body) == length_of(head) else None

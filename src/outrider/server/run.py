@@ -156,9 +156,11 @@ class _Run:
         await asyncio.wait((ready, serving), return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             return
-        facts = await ready
+        facts, url = await ready, url_of(self._listener)
         await service.prepare(facts)
-        self._announcements.ready(url_of(self._listener), facts)
+        # Told to end meanwhile: nobody can reach it any more.
+        if not service.draining:
+            self._announcements.ready(url, facts)
 
 
 class Drain:

@@ -29,7 +29,8 @@ MEASURED = "What is measured"
 
 DECODE_HELP = (
     "Measure how fast text is generated.\n\n"
-    "Outrider without speculation and with every drafter that is there for the model, on ordinary and on "
+    "Outrider without speculation and with every drafter that is there for the model (the first of them also with "
+    f"fixed numbers of drafts: {', '.join(map(str, FIXED_DRAFTS))}), on ordinary and on "
     "repetitive text and on chats; beside it Transformers with the same weights, plain and with its prompt "
     "look-up. All in one process, in turns, on the same number of cores; medians over the rounds. Greedy and past "
     "end-of-text, so that all generate the same number of tokens, which are compared.\n\n"
@@ -154,7 +155,9 @@ def print_report(report: dict[str, Any]) -> None:
     _print_agreement(report, compared=compared)
     shares = {name: share for name, share in report["draft_kv_share"].items() if share}
     if shares:
-        told = ", ".join(f"{share:.1%} with {name.split(', ')[1]}" for name, share in shares.items())
+        # Fixed numbers of drafts change nothing about it.
+        by_method = {name.split(", ")[1]: share for name, share in shares.items()}
+        told = ", ".join(f"{share:.1%} with {method}" for method, share in by_method.items())
         out.print(f"Draft KV, as a share of the target's: {told}.", soft_wrap=True)
     memory = dict(report["memory_mb"])
     peak = memory.pop("peak")
