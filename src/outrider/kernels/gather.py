@@ -7,7 +7,8 @@ import numpy as np
 from outrider.kernels.compiling import UNBOUND, Kernel, part
 from outrider.kernels.jobs import OWN, word
 from outrider.kernels.memory import load_f32, load_i32, load_i64, store_f32
-from outrider.kernels.packed import BLOCK, LINE_BYTES, LINES, PACKED, WOVEN
+from outrider.kernels.narrow import BLOCK
+from outrider.kernels.packed import LINE_BYTES, LINES, PACKED, WOVEN
 from outrider.kernels.vector import (
     BFLOAT16,
     FLOAT16,

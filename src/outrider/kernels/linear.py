@@ -14,7 +14,8 @@ from numba import njit
 from outrider.kernels.activations import NONE, gate
 from outrider.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.kernels.jobs import CHUNKS, OWN, set_word, word
-from outrider.kernels.packed import BLOCK, LINE_BYTES, PACKED, WOVEN, packed_tile
+from outrider.kernels.narrow import BLOCK
+from outrider.kernels.packed import LINE_BYTES, PACKED, WOVEN, packed_tile
 from outrider.kernels.packed import ROWS as PACKED_ROWS
 from outrider.kernels.tiles import COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, ROWS, dot_tile
 from outrider.kernels.vector import (

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from outrider.kernels.compiling import OPTIONS
 from outrider.kernels.memory import F32, I32, I64, Builder, declare, pointer
-from outrider.kernels.vector import LANE_BYTES, LANES, constant, emit_fma, emit_load, emit_splat, words
+from outrider.kernels.vector import LANE_BYTES, LANES, ROUNDER, constant, emit_fma, emit_load, emit_splat, words
 
 BLOCK = 32
 BLOCK_BYTES = 72
@@ -28,8 +28,7 @@ SCALE_AT, SUM_AT = 64, 68
 _LARGEST = 32767.0
 _NOTHING = 2.0**-100
 """Below it a block counts as zeros: the inverse of its scale would be infinite."""
-_ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
-_ROUNDER_BITS = 0x4B400000
+_ROUNDER_BITS = 0x4B400000  # ROUNDER's own
 _WORDS = words(0).type
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _ORDER = [lane - lane % 4 + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
@@ -59,7 +58,7 @@ def _narrow_block(typingctx, x, out):
         inverse = builder.select(nothing, F32(0.0), builder.fdiv(F32(_LARGEST), largest))
         scale = builder.select(nothing, F32(0.0), builder.fmul(largest, F32(1.0 / _LARGEST)))
         factor = emit_splat(builder, inverse)
-        bits = [builder.bitcast(emit_fma(builder, value, factor, constant(_ROUNDER)), _WORDS) for value in values]
+        bits = [builder.bitcast(emit_fma(builder, value, factor, constant(ROUNDER)), _WORDS) for value in values]
         for number, each in enumerate(bits):
             shorts = builder.trunc(each, _SHORTS)
             ordered = builder.shuffle_vector(shorts, shorts, ir.Constant(ir.VectorType(I32, LANES), _ORDER))

@@ -36,7 +36,6 @@ from outrider.kernels.vector import (
 )
 
 PACKED = (FOUR_BITS, EIGHT_BITS)
-BLOCK = 32
 WOVEN = 16
 LINE_BYTES = 4 * WOVEN
 CACHE_LINE_BYTES = 64

@@ -172,7 +172,7 @@ def emit_largest(builder: Builder, value: Builder) -> Builder:
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
+ROUNDER = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 _EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_LOWEST, _EXP_HIGHEST = -87.0, 88.0
 
@@ -182,8 +182,8 @@ def emit_exp(builder: Builder, x: Builder) -> Builder:
     lowest, highest = constant(_EXP_LOWEST), constant(_EXP_HIGHEST)
     inside = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
     inside = builder.select(builder.fcmp_ordered(">", inside, highest), highest, inside)
-    shifted = emit_fma(builder, inside, constant(_LOG2_E), constant(_ROUNDER))
-    whole = builder.fsub(shifted, constant(_ROUNDER))
+    shifted = emit_fma(builder, inside, constant(_LOG2_E), constant(ROUNDER))
+    whole = builder.fsub(shifted, constant(ROUNDER))
     rest = emit_fma(builder, whole, constant(-_LN2_HIGH), inside)
     rest = emit_fma(builder, whole, constant(-_LN2_LOW), rest)
     result = constant(_EXP_TERMS[0])
