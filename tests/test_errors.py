@@ -14,14 +14,11 @@ from outrider.errors import (
     AdmissionError,
     ConfigError,
     FootprintError,
-    InvariantViolation,
     OutOfPages,
     OutriderError,
     RequestError,
 )
 from outrider.kv import (
-    Full,
-    GroupSpec,
     Interval,
     KVConfig,
     KVFootprint,
@@ -31,14 +28,13 @@ from outrider.kv import (
     Sliding,
     group_kind,
 )
-from outrider.kv.prefix import CacheIdentity, Media
+from outrider.kv.prefix import Media
 from outrider.sanitizer import Mode, Sanitizer
 from outrider.scheduler import RequestSpec, Role, Scheduler, SchedulerConfig
-from outrider.speculative.footprints import DrafterShape, footprint_for
 
 
 def scheduler(**config: Any) -> Scheduler:
-    kv = make_manager(full(page=8), footprint=drafter("eagle"), pages=20, max_model_len=100, keep_margin=2)
+    kv = make_manager(full(page=8), footprint=drafter("chain_from_taps"), pages=20, max_model_len=100, keep_margin=2)
     return Scheduler(SchedulerConfig(**config), kv)
 
 
@@ -57,69 +53,25 @@ def kv_config(**fields: Any) -> KVConfig:
     return KVConfig(**({"arena_pages": (8,)} | fields))
 
 
-def sanitizer(mode: Any) -> Callable[[], object]:
-    return lambda: Sanitizer(KVLayout(target=(full(),)), kv_config(), mode=mode)
-
-
 CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...]]] = {
     # ---- groups and layouts ----
     "page size 0": (ConfigError, lambda: full("mine", page=0), ("mine", "page_tokens", "at least 1", "0")),
-    "page size of one and a half": (ConfigError, lambda: full("mine", page=1.5), ("page_tokens", "whole number")),  # type: ignore[arg-type]
-    "page size True": (ConfigError, lambda: full("mine", page=True), ("page_tokens", "whole number")),
     "slot of no bytes": (ConfigError, lambda: full("mine", slot_bytes=0), ("mine", "slot_bytes", "at least 1")),
-    "kind by its name": (
-        ConfigError,
-        lambda: GroupSpec(name="mine", kind="full", page_tokens=8),  # type: ignore[arg-type]
-        ("mine", "GroupKind", "full"),
-    ),
     "window 0": (ConfigError, lambda: Sliding(0), ("window", "at least 1", "0", "full group")),
-    "window -5": (ConfigError, lambda: Sliding(-5), ("window", "-5")),
-    "window of a fraction": (ConfigError, lambda: Sliding(2.5), ("window", "2.5")),  # type: ignore[arg-type]
     "unknown group kind": (ConfigError, lambda: group_kind("ring", {}), ("ring", "full", "sliding")),
     "unknown field of a kind": (ConfigError, lambda: group_kind("sliding", {"size": 4}), ("sliding", "size")),
     "field of a kind without any": (ConfigError, lambda: group_kind("full", {"window": 4}), ("full", "window")),
     "missing field of a kind": (ConfigError, lambda: group_kind("sliding", {}), ("sliding", "window")),
-    "bad value of a field": (ConfigError, lambda: group_kind("sliding", {"window": 0}), ("window", "at least 1")),
     "no target group": (ConfigError, lambda: KVLayout(target=()), ("at least one target group",)),
     "two groups of one name": (ConfigError, lambda: KVLayout(target=(full("x"), full("x"))), ("differ", "x")),
     "draft group named like a target group": (
         ConfigError,
-        lambda: KVLayout(target=(full("x"),), footprint=drafter("eagle", full("x"))),
+        lambda: KVLayout(target=(full("x"),), footprint=drafter("chain_from_taps", full("x"))),
         ("differ", "x"),
     ),
-    "groups in a list": (ConfigError, lambda: KVLayout(target=[full()]), ("target", "tuple of GroupSpec")),  # type: ignore[arg-type]
-    "drafter by its name": (
-        ConfigError,
-        lambda: KVLayout(target=(full(),), footprint="eagle"),  # type: ignore[arg-type]
-        ("footprint", "KVFootprint", "eagle", "NO_DRAFTER"),
-    ),
     "group without a name": (ConfigError, lambda: full(""), ("name of a group", "not empty")),
-    "causal as a word": (
-        ConfigError,
-        lambda: GroupSpec(name="mine", kind=Full(), page_tokens=8, causal="no"),  # type: ignore[arg-type]
-        ("mine", "causal", "True or False", "no"),
-    ),
     # ---- memory ----
-    "arena_pages that is a number": (
-        ConfigError,
-        lambda: kv_config(arena_pages=10),
-        ("arena_pages", "tuple of int", "10"),
-    ),
-    "arena_pages of words": (
-        ConfigError,
-        lambda: kv_config(arena_pages=("8",)),
-        ("arena_pages", "tuple of int", "'8'"),
-    ),
-    "arena_pages of True": (ConfigError, lambda: kv_config(arena_pages=(True,)), ("arena 0", "whole number")),
-    "identity as text": (ConfigError, lambda: kv_config(identity="weights"), ("identity", "CacheIdentity", "weights")),
-    "weights that are no text": (
-        ConfigError,
-        lambda: kv_config(identity=CacheIdentity(weights=None)),  # type: ignore[arg-type]
-        ("identity: weights", "text", "None"),
-    ),
-    "caching as a word": (ConfigError, lambda: kv_config(prefix_caching="on"), ("prefix_caching", "True or False")),
-    "steps ahead as True": (ConfigError, lambda: kv_config(steps_ahead=True), ("steps_ahead", "1 or 2")),
-    "arena of one page": (ConfigError, lambda: make_manager(pages=0), ("arena 0", "at least 2", "sink", "memory")),
+    "arena of one page": (ConfigError, lambda: make_manager(pages=0), ("arena 0", "at least 2", "null page", "memory")),
     "too few arenas": (
         ConfigError,
         lambda: KVManager(KVLayout(target=(full("a"), full("b", slot_bytes=2))), kv_config()),
@@ -129,69 +81,17 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     "step of nothing": (ConfigError, lambda: kv_config(step_tokens=0), ("step_tokens", "at least 1")),
     "three steps ahead": (ConfigError, lambda: kv_config(steps_ahead=3), ("steps_ahead", "1 or 2", "3")),
     # ---- drafters ----
-    "unknown drafting method": (
-        ConfigError,
-        lambda: footprint_for("crystal ball", DrafterShape()),
-        ("crystal ball", "ngram", "eagle", "dflash", "draft_model", "mtp", "none"),
-    ),
-    "contradiction": (
-        FootprintError,
-        lambda: KVFootprint(name="mine", proposing=Proposing.BLOCK, groups=(full(),), taps=(1,), scratch_extra=0),
-        ("mine", "scratch_ahead(1)", "raise scratch_extra"),
-    ),
-    "proposing as a word": (
-        FootprintError,
-        lambda: KVFootprint(name="mine", proposing="chain"),  # type: ignore[arg-type]
-        ("mine", "proposing", "Proposing.CHAIN", "Proposing.BLOCK", "'chain'"),
-    ),
-    "drafter's limit as a fraction": (
-        FootprintError,
-        lambda: drafter("eagle", max_len=10.5),  # type: ignore[arg-type]
-        ("eagle", "max_len", "whole number", "10.5"),
-    ),
     "negative tap": (
         FootprintError,
         lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), taps=(3, -1)),
         ("mine", "taps", "-1", "target layer"),
     ),
-    "taps in a list": (
-        FootprintError,
-        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), taps=[3]),  # type: ignore[arg-type]
-        ("mine", "taps", "tuple"),
-    ),
-    "groups that are none": (
-        FootprintError,
-        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=("layer",), taps=(1,)),  # type: ignore[arg-type]
-        ("mine", "groups", "GroupSpec", "layer"),
-    ),
-    "rebuild as a word": (
-        FootprintError,
-        lambda: KVFootprint(name="mine", proposing=Proposing.CHAIN, groups=(full(),), rebuild="yes"),  # type: ignore[arg-type]
-        ("mine", "rebuild", "True or False"),
-    ),
     "passes for a negative k": (
         FootprintError,
-        lambda: drafter("eagle").passes(-1),
-        ("eagle", "k ", "-1", "at least 0"),
+        lambda: drafter("chain_from_taps").passes(-1),
+        ("chain_from_taps", "k ", "-1", "at least 0"),
     ),
-    "scratch for a negative k": (FootprintError, lambda: drafter("dflash").scratch_ahead(-2), ("dflash", "k ", "-2")),
-    "rows for a negative k": (FootprintError, lambda: drafter("ngram").query_len(-2), ("ngram", "k ", "-2")),
     # ---- the scheduler ----
-    "role as a word": (
-        ConfigError,
-        lambda: SchedulerConfig(role="prefill"),  # type: ignore[arg-type]
-        ("role", "Role.BOTH", "Role.PREFILL", "Role.DECODE", "'prefill'"),
-    ),
-    "load failure as a word": (
-        ConfigError,
-        lambda: SchedulerConfig(load_failure="fail"),  # type: ignore[arg-type]
-        ("load_failure", "LoadFailure.RECOMPUTE", "LoadFailure.FAIL", "'fail'"),
-    ),
-    "step in flight as a number": (
-        ConfigError,
-        lambda: SchedulerConfig(step_in_flight=1),  # type: ignore[arg-type]
-        ("step_in_flight", "True or False"),
-    ),
     "pages for smaller steps than are planned": (
         ConfigError,
         lambda: Scheduler(SchedulerConfig(max_chunk_tokens=64), make_manager(step_tokens=32)),
@@ -207,8 +107,11 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         lambda: Scheduler(SchedulerConfig(step_in_flight=True), make_manager()),
         ("step_in_flight", "KVConfig.steps_ahead is 1", "set it to 2"),
     ),
-    "a sanitizer that is off": (ConfigError, sanitizer(Mode.OFF), ("off", "make none", "Mode.LOG")),
-    "a sanitizer's mode as a word": (ConfigError, sanitizer("log"), ("mode", "Mode.LOG", "Mode.RAISE", "'log'")),
+    "a sanitizer that is off": (
+        ConfigError,
+        lambda: Sanitizer(KVLayout(target=(full(),)), kv_config(), mode=Mode.OFF),
+        ("off", "make none", "Mode.LOG"),
+    ),
     "no seats": (ConfigError, lambda: SchedulerConfig(max_num_seqs=0), ("max_num_seqs", "at least 1", "0")),
     "no protection": (
         ConfigError,
@@ -222,38 +125,12 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         ("max_num_batched_tokens", "8", "larger than max_num_seqs"),
     ),
     # ---- requests ----
-    "prompt of bytes": (RequestError, add(prompt=b"hello"), ("mine", "token ids", "bytes")),
-    "prompt of text": (RequestError, add(prompt="hello"), ("mine", "token ids", "hello")),
-    "no prompt": (RequestError, add(prompt=None), ("mine", "token ids", "None")),
-    "prompt that is a number": (RequestError, add(prompt=7), ("mine", "token ids", "7")),
-    "prompt that is a set": (RequestError, add(prompt={7}), ("mine", "token ids", "7")),
-    "priority None": (
-        RequestError,
-        add(priority=None),
-        ("mine", "priority", "whole number", "None", "lower runs first"),
-    ),
-    "priority of a fraction": (RequestError, add(priority=0.5), ("mine", "priority", "0.5")),
-    "priority True": (RequestError, add(priority=True), ("mine", "priority", "True")),
-    "id that is a number": (RequestError, add(id=5), ("id", "text", "5")),
     "id that is empty": (RequestError, add(id=""), ("id", "not empty")),
-    "salt None": (RequestError, add(salt=None), ("mine", "salt", "text", "None")),
-    "adapter None": (RequestError, add(adapter=None), ("mine", "adapter", "text", "None")),
-    "stop tokens in a list of words": (RequestError, add(stop_tokens=["end"]), ("mine", "stop_tokens", "end")),
-    "use_cache as a word": (RequestError, add(use_cache="no"), ("mine", "use_cache", "True or False")),
-    "prefilled by a fraction": (RequestError, add(prefilled_tokens=0.5), ("mine", "prefilled_tokens", "0.5")),
-    "remote that is no mapping": (RequestError, add(remote=[Interval(0, 2)]), ("mine", "remote", "Interval")),
-    "remote of plain pairs": (RequestError, add(remote={0: (0, 2)}), ("mine", "remote, group 0", "Interval")),
-    "remote before the start": (RequestError, add(remote={0: Interval(-1, 2)}), ("mine", "remote, group 0", "-1")),
-    "remote backwards": (RequestError, add(remote={0: Interval(2, 1)}), ("mine", "remote, group 0", "[2, 1)")),
-    "remote of fractions": (RequestError, add(remote={0: Interval(0, 1.5)}), ("mine", "remote, group 0", "1.5")),  # type: ignore[arg-type]
-    "remote of a group that is negative": (RequestError, add(remote={-1: Interval(0, 2)}), ("mine", "group", "-1")),
-    "remote of a group that is a word": (RequestError, add(remote={"full": Interval(0, 2)}), ("mine", "group", "full")),
     "remote of a group too many": (
         RequestError,
         add(remote={0: Interval(0, 2), 7: Interval(0, 2)}),
         ("mine", "group 7", "only 2", "offered_intervals"),
     ),
-    "media as pairs": (RequestError, add(media=((0, 1, b"x"),)), ("mine", "media", "tuple of Media")),
     "media past the prompt": (RequestError, add(media=(Media(1, 9, b"x"),)), ("mine", "media at [1, 9)", "3 tokens")),
     "media over each other": (
         RequestError,
@@ -261,19 +138,11 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         ("mine", "media at [1, 3)", "overlaps", "in order"),
     ),
     "media without content": (RequestError, add(media=(Media(0, 2, b""),)), ("mine", "media", "digest")),
-    "media by name": (RequestError, add(media=(Media(0, 2, "cat.png"),)), ("mine", "digest", "bytes", "cat.png")),  # type: ignore[arg-type]
-    "a prompt for a worker that only decodes": (
-        RequestError,
-        lambda: scheduler(role=Role.DECODE).add(RequestSpec(id="mine", prompt=[1], max_tokens=2)),
-        ("mine", "only decodes", "prefill worker first", "BOTH"),
-    ),
     "empty prompt": (RequestError, add(prompt=[]), ("mine", "empty", "at least one token")),
     "max_tokens 0": (RequestError, add(max_tokens=0), ("mine", "max_tokens", "at least 1", "0")),
     "k below 0": (RequestError, add(k=-1), ("mine", "k ", "-1", "0 turns drafting off")),
-    "n 0": (RequestError, add(n=0), ("mine", "n must be a whole number of at least 1")),
     "more prefilled than there is": (RequestError, add(prefilled_tokens=3), ("mine", "prefilled_tokens")),
     "negative token id": (RequestError, add(prompt=[1, -2]), ("mine", "token id", "0 to 4294967295")),
-    "token id too large": (RequestError, add(prompt=[1, 2**32]), ("mine", "token id", "0 to 4294967295")),
     "token id that is a fraction": (RequestError, add(prompt=[1, 2.5]), ("mine", "token id", "whole number")),
     "token id that is a word": (RequestError, add(prompt=["hello"]), ("mine", "token id", "whole number")),
     "prompt longer than the model's limit": (
@@ -296,7 +165,9 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     ),
     "several continuations on a prefill worker": (
         RequestError,
-        lambda: scheduler(role=Role.PREFILL).add(RequestSpec(id="mine", prompt=[1], max_tokens=2, n=2)),
+        lambda: scheduler(role=Role.PREFILL).add(
+            RequestSpec(id="mine", prompt=[1], max_tokens=2, sequence_ids=("a", "b"))
+        ),
         ("mine", "n = 2", "send n requests"),
     ),
 }
@@ -344,29 +215,14 @@ def test_every_error_has_one_base_and_a_place_in_the_docstring() -> None:
         assert kind.__doc__
 
 
-def test_errors_carry_what_a_handler_needs() -> None:
-    shortage = OutOfPages(2, 7)
-    assert (shortage.arena, shortage.missing_pages) == (2, 7)
-    assert "arena 2" in str(shortage)
-    broken = InvariantViolation("I3", "read of the sink")
-    assert (broken.invariant, str(broken)) == ("I3", "read of the sink")
-
-
-def test_a_full_group_takes_no_window() -> None:
-    assert group_kind("full", {}) == Full()
-    assert group_kind("sliding", {"window": 4}) == Sliding(4)
-
-
 @pytest.mark.parametrize(
     ("build", "error", "says"),
     [
         (lambda: KVConfig(arena_page=(8,)), ConfigError, "did you mean 'arena_pages'?"),
         (lambda: KVConfig(), ConfigError, "arena_pages"),
-        (lambda: KVConfig(arena_pages=(8,), max_model_len="long"), ConfigError, "whole number"),
         (lambda: SchedulerConfig(max_num_seq=4), ConfigError, "did you mean 'max_num_seqs'?"),
         (lambda: SchedulerConfig(colour="red"), ConfigError, "known fields: max_num_seqs"),
         (lambda: RequestSpec(id="a", prompt=[1], max_token=3), RequestError, "did you mean 'max_tokens'?"),
-        (lambda: RequestSpec(id="a", prompt=[1], max_tokens=2, k=1.5), RequestError, "whole number"),
         (lambda: KVFootprint(name="x", proposing=Proposing.LOOKUP, taps_at=(1,)), FootprintError, "no field 'taps_at'"),
     ],
 )

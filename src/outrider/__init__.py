@@ -1,11 +1,11 @@
 """Outrider: LLM inference built around speculative decoding.
 
-Names below are imported when they are first used, so that the torch-free parts (`outrider.kv` and what is
-built on it) can be imported without paying for the rest.
+The names below are imported when they are first used, so that the parts without PyTorch (`outrider.kv` and what is
+built on it) can be imported quickly.
 """
 
-from typing import TYPE_CHECKING
-
+# As in `typing`, whose import would take longer than all else that the command line does before it handles Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from outrider.api.async_llm import AsyncLLM
     from outrider.api.llm import LLM

@@ -1,6 +1,6 @@
-"""`python -m outrider`: the same as the command `outrider`."""
+"""`python -m outrider` does the same as the command `outrider`."""
 
-from outrider.api.cli.main import main
+from outrider.cli.main import main
 
 if __name__ == "__main__":
     main()

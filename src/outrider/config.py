@@ -1,4 +1,4 @@
-"""Settings of an engine, frozen and keyword-only. Names as users of vLLM know them where the meaning is the same."""
+"""Settings of an engine. A setting has vLLM's name where its meaning is the same."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from outrider.models.resolve import DEFAULT_MODEL
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SANITIZER_MODES = ("off", "log", "raise")
 SANITIZER_LEVELS = ("plan", "bytes")
-OPS = ("auto", "numba", "torch")
+BACKENDS = ("auto", "cpu", "cuda", "reference")
 
 
-def _named(value: object, name: str, allowed: tuple[str, ...]) -> None:
+def _one_of(value: object, name: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
@@ -25,23 +25,25 @@ def _named(value: object, name: str, allowed: tuple[str, ...]) -> None:
 @checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """How to draft."""
+    """Settings of a drafter."""
 
     method: str
     num_speculative_tokens: int | None = None
-    """Most drafts per step and request; fewer are proposed near limits and under load. None: as many as the drafter
-    was made for."""
+    """Most drafts per step and request; fewer are proposed near length limits and under load. None means the number
+    that the drafter was trained for."""
     draft_confidence: float | None = None
-    """Drafts are verified only as far as the drafter finds all of them together at least so likely; 0: all of them.
-    None: 0 where the number of drafts is given or a GPU verifies, else what pays on a CPU."""
+    """Drafts are verified only as long as their joint probability, by the drafter, is at least this; 0 verifies all.
+    None means 0 where num_speculative_tokens is given or a GPU verifies, else the value that is fastest on a CPU."""
     draft_vocab_size: int | None = None
-    """Draft only so many of the tokens, the most frequent by the drafter's own list; 0: all. None: what pays."""
+    """Number of tokens that may be drafted, the most frequent ones by the drafter's own list; 0 means all tokens, None
+    the number that is fastest."""
     pack_weights: bool | None = None
-    """Keep the drafter's matrices in 8 bits. None: where CPU kernels can read them, unless expand_weights is set."""
+    """Whether to keep the drafter's matrices in 8 bits. None means yes where the CPU kernels can read them and
+    expand_weights is not set."""
     model: str | None = None
-    """The drafter's checkpoint, for methods that have one; None: the one that is made for the target, if any."""
+    """The drafter's checkpoint, for methods that have one; None means the one that is installed for the target."""
     num_hidden_layers: int | None = None
-    """Use only so many layers of the draft model's checkpoint."""
+    """Number of layers of the draft model's checkpoint to use; None means all."""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
 
@@ -70,7 +72,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
-        """From what a user passes: None, a mapping with vLLM's field names, or the real thing."""
+        """Returns the settings that a user gave as None, as a mapping with vLLM's field names, or as this class."""
         if given is None or isinstance(given, SpeculativeConfig):
             return given
         if not isinstance(given, Mapping):
@@ -83,37 +85,40 @@ class SpeculativeConfig:
 class EngineConfig:
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
-    """auto: float32 on a CPU, the checkpoint's own (else bfloat16) on a GPU."""
+    """auto means float32 on a CPU and bfloat16 on a GPU."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     max_model_len: int | None = None
-    """Longest prompt and output together; None: the model's own limit, or what the memory for KV allows."""
+    """Longest prompt plus output; None means the model's own limit, or what the memory for KV allows."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    """Rows of one step. More is faster on long prompts and slower for everybody who decodes beside them."""
+    """Most tokens computed in one step. More makes long prompts faster and delays requests that decode meanwhile."""
     block_size: int = 16
-    """Tokens in a page of the KV cache; in a model with windows in the shortest page, of the most layers."""
+    """Tokens in a page of the KV cache. In a model with sliding-window layers, the group with the most layers has pages
+    of this size and the other groups have longer ones."""
     enable_prefix_caching: bool = True
     kv_retention: str | int = "dense"
-    """What the prefix cache keeps of layers with a window, of which a hit needs only what lay under the window where
-    it ends: dense, for every place where a hit may end; tail, for ends of prompts and texts and for prefixes that turn
-    out to be shared; or a number, for every so many tokens, and ends. Without such layers all is kept anyway."""
+    """Where a cached text of a model with sliding-window layers can be hit. A hit needs the window before its end, and
+    the cache keeps only windows that a hit can need: dense keeps all of them; tail keeps those before the ends of
+    prompts and texts and of prefixes that turn out to be shared; a number keeps one every so many tokens, and those
+    of tail. Without such layers the cache keeps everything."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for KV, which the prefix cache fills as texts end; None: 2 GiB, or less where the machine has less, on a
-    CPU; by gpu_memory_utilization on a GPU; and no more than 64 texts of the longest length need, or max_num_seqs."""
+    """Memory for KV, which the prefix cache fills as texts end. None means 2 GiB, or less where the machine has less,
+    on a CPU; what gpu_memory_utilization allows on a GPU; and never more than 64 (or max_num_seqs, if that is more)
+    texts of the longest length need."""
     gpu_memory_utilization: float = 0.9
     speculative_config: SpeculativeConfig | None = None
     sanitizer: str = "off"
     sanitizer_level: str = "plan"
-    """plan checks tables and intervals; bytes also checksums published pages and verifies them when they are hit."""
+    """plan checks block tables and intervals; bytes also checksums published pages and verifies them on a hit."""
     expand_weights: bool = False
-    """Write weights out in memory although the CPU kernels can read them as they are stored, quantised or of 16 bits.
-    Arithmetic is then float32 throughout: results differ in the fourth digit from those with quantised weights, and
-    everything is slower."""
+    """Whether to convert weights to float32 although the CPU kernels can read them as they are stored, quantised or in
+    16 bits. Results then differ in the fourth digit from those with quantised weights, and everything is slower."""
     num_threads: int | None = None
-    """Threads of CPU kernels; None: one for each core this process may use."""
-    ops: str = "auto"
-    """Which version of the layers' arithmetic runs: numba (CPU), torch (anywhere)."""
+    """Threads for CPU kernels; None means one for each core that this process may use."""
+    backend: str = "auto"
+    """Implementation of the layers: cpu (compiled kernels), cuda, or reference (plain PyTorch on any device); auto
+    takes the fastest that works on the device."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -122,10 +127,10 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, at_least=1)
         Retention.of(self.kv_retention)
-        _named(self.dtype, "dtype", DTYPES)
-        _named(self.sanitizer, "sanitizer", SANITIZER_MODES)
-        _named(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
-        _named(self.ops, "ops", OPS)
+        _one_of(self.dtype, "dtype", DTYPES)
+        _one_of(self.sanitizer, "sanitizer", SANITIZER_MODES)
+        _one_of(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
+        _one_of(self.backend, "backend", BACKENDS)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a name or a path, got {self.model!r}")
         if not isinstance(self.gpu_memory_utilization, float) or not 0 < self.gpu_memory_utilization <= 1:

@@ -2,14 +2,16 @@
 
     OutriderError
     ├── ConfigError            a setting is wrong or contradicts another
-    │   └── FootprintError     a drafter's declaration contradicts itself
-    ├── ModelError             a model or checkpoint cannot be loaded
-    ├── RequestError           one request is wrong; every other request goes on
-    │   ├── AdmissionError     one request could never fit into the memory that was configured
-    │   └── NotNowError        one request cannot be served now; the same one may be later
+    │   ├── FootprintError     a drafter's declaration contradicts itself
+    │   └── ExtensionError     a drafter or model family of another package cannot be used
+    ├── ModelError             a model or checkpoint cannot be loaded, or its numbers are not finite
+    ├── RequestError           a request is wrong; all others go on
+    │   ├── AdmissionError     a request could never fit into the configured memory
+    │   └── NotNowError        a request cannot be served now, but may be later
     ├── BusyError              another thread is inside the engine
     ├── OutOfPages             an arena has too few pages right now (the scheduler makes room or waits)
     ├── TransferError          KV could not be moved between workers or tiers
+    ├── OutputError            standard output cannot be written to
     ├── TraceError             a simulation trace cannot be read or replayed
     └── InvariantViolation     the sanitizer saw a broken invariant
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 
 class OutriderError(Exception):
-    """Base of everything below; the CLI prints it as one line."""
+    """Base of all errors that Outrider raises on purpose; the command line prints them as one line."""
 
 
 class ConfigError(OutriderError, ValueError):
@@ -31,20 +33,24 @@ class FootprintError(ConfigError):
     """A drafter's declaration contradicts itself."""
 
 
+class ExtensionError(ConfigError):
+    """A drafter or model family of another package cannot be used."""
+
+
 class ModelError(OutriderError):
-    """A model or checkpoint cannot be loaded."""
+    """A model or checkpoint cannot be loaded, or its numbers are not finite."""
 
 
 class RequestError(OutriderError, ValueError):
-    """One request is wrong; every other request goes on."""
+    """A request is wrong; all others go on."""
 
 
 class AdmissionError(RequestError):
-    """One request could never fit into the memory that was configured."""
+    """A request could never fit into the configured memory."""
 
 
 class NotNowError(RequestError):
-    """One request cannot be served now, through no fault of its own; the same one may be later."""
+    """A request cannot be served now, through no fault of its own; the same request may be served later."""
 
 
 class BusyError(OutriderError, RuntimeError):
@@ -62,6 +68,10 @@ class OutOfPages(OutriderError):
 
 class TransferError(OutriderError):
     """KV could not be moved between workers or tiers."""
+
+
+class OutputError(OutriderError):
+    """Standard output cannot be written to."""
 
 
 class TraceError(OutriderError):

@@ -1,4 +1,4 @@
-"""Messages over a pipe to a process and back: each behind its length in bytes."""
+"""Frames for messages over a pipe to another process: the length in bytes, then the body."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def frame(body: bytes) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """Of the body behind these bytes."""
+    """Returns the length of the body that follows these bytes."""
     return int.from_bytes(head, "little")
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next body; None at the end, which may come in the middle of one: whoever wrote it was killed."""
+    """Returns the next body; None at the end of the stream, or if the writer was killed in the middle of a frame."""
     head = stream.read(LENGTH_BYTES)
     if len(head) < LENGTH_BYTES:
         return None

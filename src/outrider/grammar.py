@@ -1,6 +1,6 @@
-"""What a request's output must look like: `Grammar`, a typed field of `SamplingParams`. Torch-free.
+"""The grammar of a request's output: `Grammar`, a typed field of `SamplingParams`. Torch-free.
 
-The text is what the client sent (a JSON schema, a regular expression, …); whoever makes masks compiles it.
+It holds what the client sent (a JSON schema, a regular expression, …); `structured/` checks and follows it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class GrammarKind(Enum):
     CHOICE = "choice"
     """`text` is a JSON list of strings, one of which is the output."""
     EBNF = "ebnf"
+    """`text` is a grammar in GBNF."""
 
 
 @checked_fields(RequestError)

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: `SamplingParams`, with vLLM's names and defaults. Torch-free."""
+"""How the tokens of a request are chosen: `SamplingParams`, with vLLM's names and defaults. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from outrider.kv.checked import checked_fields, whole_number
 from outrider.scheduler.request import MAX_TOKEN_ID, MOST_FORKS
 
 MAX_LOGPROBS = 20
-"""Each alternative costs time and memory at every token, so their number is capped."""
+"""Most alternatives per token: each costs time and memory at every token."""
 MAX_LOGIT_BIAS = 100.0
 GREEDY_BELOW = 1e-5
-"""Dividing by a temperature smaller than this would only turn rounding errors into choices."""
+"""Temperatures below this count as 0: dividing by them would only turn rounding errors into choices."""
 SEED_MIN, SEED_MAX = -(1 << 63), (1 << 63) - 1
 
 
 @checked_fields(RequestError)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Checked when it is made; sequences become tuples, numbers become floats where a float is meant."""
+    """Settings of one request, checked when they are made. Sequences become tuples, and numbers floats where a float
+    is meant."""
 
     n: int = 1
-    """How many independent continuations; the first is what n = 1 would give for the same seed."""
+    """Number of independent continuations; the first is what n = 1 would give for the same seed."""
     temperature: float = 1.0
-    """0 (or anything below 1e-5): always the most likely token."""
+    """0 (or anything below 1e-5) always chooses the most likely token."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens that hold this share of the probability; 1 keeps all."""
+    """Keep the fewest most likely tokens whose probabilities sum to at least this; 1 keeps all."""
     top_k: int = 0
     """Keep this many most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one's probability."""
+    """Drop tokens less likely than this fraction of the most likely token's probability."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens of the prompt and the output less likely."""
     presence_penalty: float = 0.0
@@ -45,7 +46,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids; from -100 to 100."""
     seed: int | None = None
-    """Equal seed, prompt and settings give equal text. None: a new one for each request."""
+    """Equal seed, prompt and settings give equal text. None draws a new seed for each request."""
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
@@ -53,15 +54,15 @@ class SamplingParams:
     min_tokens: int = 0
     """Neither end-of-text nor stop_token_ids can be chosen before this many tokens."""
     max_tokens: int | None = 16
-    """None: as many as the context allows."""
+    """Most tokens to generate; None for as many as the context allows."""
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and of this many most likely ones; None: of none at all."""
+    """Number of most likely tokens whose log-probabilities to return beside the chosen token's; None returns none."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
-    """Only these can be chosen."""
+    """The only tokens that can be chosen."""
     grammar: Grammar | None = None
-    """What the output must look like; None: anything."""
+    """The form that the output must have; None for any."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -152,7 +153,7 @@ class SamplingParams:
 
 
 def _number(value: object, name: str, low: float, high: float, advice: str, *, above: bool) -> float:
-    """A finite number in [low, high], or in (low, high] if `above`."""
+    """Returns a finite number in [low, high], or in (low, high] if `above`; refuses anything else."""
     number = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:

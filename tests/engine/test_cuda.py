@@ -22,7 +22,7 @@ def test_the_text_is_the_same_on_a_gpu(windows: tuple[int | None, ...], speculat
     here = tiny_model(tiny_spec(windows=windows))
     there = replace(here, parameters=moved(here.parameters, torch.device("cuda")))
     expected = tokens_of(LLM.over(tiny_engine(here)).generate(*workload()))
-    engine = tiny_engine(there, speculate=speculate, device="cuda", dtype="float32", ops="auto")
+    engine = tiny_engine(there, speculate=speculate, device="cuda", dtype="float32", backend="auto")
     assert tokens_of(LLM.over(engine).generate(*workload())) == expected
 
 

@@ -10,11 +10,12 @@ import torch
 from tests.engine.lossless import assert_greedy_by_reference, assert_same_or_tied, tokens_of
 
 from outrider.api.llm import LLM
-from outrider.bench.reference import reference_model
+from outrider.backends.cpu.packing import CPUWeightForms
 from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.models.load import LoadedModel, load_model
 from outrider.sampling import SamplingParams
+from outrider.tools.bench.reference import reference_model
 
 TOKENS = 128
 QUESTIONS = (
@@ -64,7 +65,7 @@ QUESTIONS = (
 @cache
 def model() -> LoadedModel:
     """As an engine loads it: packed."""
-    return load_model(DEFAULT_MODEL, dtype=torch.float32, as_stored=True)
+    return load_model(DEFAULT_MODEL, dtype=torch.float32, forms=CPUWeightForms(packed=True))
 
 
 @cache

@@ -21,6 +21,7 @@ def test_drafts_are_tokens_that_both_have(width: int, temperature: float) -> Non
     logits = torch.full((8, width), -30.0)
     logits[:, shared:] = 50.0
     logits[torch.arange(8), torch.arange(8) * 3] = -5.0
-    rows = [DrawRow(engine.runner.requests["a"], 3 + number, ()) for number in range(8)]
+    (request,) = engine.runner.requests.values()
+    rows = [DrawRow(request, 3 + number, ()) for number in range(8)]
     vocabulary = DraftVocabulary(size=VOCABULARY)
     assert engine.runner._draw(logits, rows, vocabulary) == [3 * number for number in range(8)]

@@ -12,10 +12,12 @@ from tests.engine.lossless import tokens_of
 from tests.engine.tiny import tiny_draft_model, tiny_engine, tiny_model, tiny_spec
 
 from outrider.api.llm import LLM
+from outrider.engine.continuation import Continuation
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Origin
 from outrider.errors import ConfigError, RequestError
 from outrider.grammar import Grammar, GrammarKind
+from outrider.runner.sampler import RequestSampling
 from outrider.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -56,9 +58,9 @@ def test_several_continuations_share_a_prompt_and_differ(speculate: bool) -> Non
     drain(engine)
 
 
-@pytest.mark.parametrize("ops", ["torch", "numba"])
-def test_greedy_continuations_are_equal(ops: str) -> None:
-    llm = LLM.over(tiny_engine(ops=ops, num_threads=1))
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_greedy_continuations_are_equal(backend: str) -> None:
+    llm = LLM.over(tiny_engine(backend=backend, num_threads=1))
     output = llm.generate([[1, 2, 3]], replace(GREEDY, n=3))[0]
     (alone,) = llm.generate([[1, 2, 3]], GREEDY)[0].outputs
     assert [continuation.token_ids for continuation in output.outputs] == [alone.token_ids] * 3
@@ -68,6 +70,37 @@ def test_more_continuations_than_seats_all_end() -> None:
     engine = tiny_engine(max_num_seqs=2, max_num_batched_tokens=32)
     output = LLM.over(engine).generate([[9] * 30], SamplingParams(seed=1, n=7, max_tokens=15))[0]
     assert [len(continuation.token_ids) for continuation in output.outputs] == [15] * 7
+    drain(engine)
+
+
+def test_a_continuation_without_a_permitted_token_fails_its_request() -> None:
+    """The expression allows ax and by, but y is not among the allowed tokens: a text cannot go on after b."""
+    model = replace(tiny_model(), eos_ids=(0,))
+    ids = {letter: model.tokenizer.encode(letter)[0] for letter in "abx"}
+    grammar = Grammar(kind=GrammarKind.REGEX, text="(ax|by)")
+    engine = tiny_engine(model)
+    params = SamplingParams(
+        n=2, temperature=5, max_tokens=8, logprobs=0, grammar=grammar, allowed_token_ids=[0, *ids.values()]
+    )
+    begun = set()
+    for seed in range(12):
+        output = LLM.over(engine).generate([[5, 6, 7]], replace(params, seed=seed))[0]
+        firsts = tuple(continuation.token_ids[0] for continuation in output.outputs)
+        begun.add(firsts)
+        if ids["b"] in firsts:
+            assert output.error is not None
+            assert output.error_is_callers
+            assert "allow more tokens" in output.error
+            assert [each.finish_reason for each in output.outputs] == ["error", "error"]
+        else:
+            assert output.error is None
+            assert [each.text for each in output.outputs] == ["ax", "ax"]
+        for continuation in output.outputs:
+            assert continuation.logprobs is not None
+            assert len(continuation.logprobs) == len(continuation.token_ids)
+    # The fork alone, the first continuation alone, and neither of them.
+    a, b = ids["a"], ids["b"]
+    assert {(a, b), (b, a), (a, a)} <= begun
     drain(engine)
 
 
@@ -118,6 +151,19 @@ def test_a_stop_token_ends_the_text_and_is_not_shown(speculate: bool) -> None:
     drain(engine)
 
 
+def test_a_stop_string_that_min_tokens_ignores_stays_ignored() -> None:
+    """However far back the longest of the stop strings makes the search look."""
+    params = SamplingParams(stop=["t", "Z" * 40], min_tokens=19, max_tokens=64)
+    tokenizer = tiny_model().tokenizer
+    continuation = Continuation("a", 0, RequestSampling(params, vocab_size=256, device="cpu"), tokenizer)
+    written = "a" * 17 + "t" + "b" * 30
+    for letter in written:
+        assert not continuation.take(tokenizer.encode(letter), [Origin.PLAIN], None, None)
+    assert continuation.output.text == written
+    assert continuation.take(tokenizer.encode("t"), [Origin.PLAIN], None, None)
+    assert (continuation.output.text, continuation.output.stop_reason) == (written, "t")
+
+
 def test_end_of_text_stops_unless_told_otherwise() -> None:
     tokens, _text = greedy_text()
     model = replace(tiny_model(), eos_ids=(tokens[5],))
@@ -132,13 +178,6 @@ def test_end_of_text_stops_unless_told_otherwise() -> None:
     longer = llm.generate([[1, 2, 3]], replace(GREEDY, min_tokens=20))[0].outputs[0]
     assert len(longer.token_ids) >= 20
     assert tokens[5] not in longer.token_ids[:20]
-
-
-def test_text_ends_at_the_models_limit() -> None:
-    engine = tiny_engine(max_model_len=40)
-    output = LLM.over(engine).generate([[1] * 30], SamplingParams(temperature=0, max_tokens=None))[0]
-    assert len(output.outputs[0].token_ids) == 10
-    assert output.outputs[0].finish_reason == "length"
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------
@@ -224,29 +263,18 @@ def test_cached_tokens_are_counted() -> None:
     llm = LLM.over(tiny_engine())
     prompt = list(range(60))
     assert llm.generate([prompt], GREEDY)[0].metrics.cached_tokens == 0
-    again = llm.generate([prompt], GREEDY)[0]
     # A fully cached prompt recomputes one token.
-    assert again.metrics.cached_tokens == 59
-
-
-def test_a_request_that_ends_with_its_first_rows_counts_its_cached_tokens_too() -> None:
-    llm = LLM.over(tiny_engine())
-    prompt, one = list(range(60)), SamplingParams(temperature=0, max_tokens=1)
-    assert [llm.generate([prompt], one)[0].metrics.cached_tokens for _ in range(2)] == [0, 48]
+    assert llm.generate([prompt], GREEDY)[0].metrics.cached_tokens == 59
+    # A request that ends with its first rows is counted too.
+    assert llm.generate([prompt], replace(GREEDY, max_tokens=1))[0].metrics.cached_tokens == 59
+    llm.engine.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY)[0].metrics.cached_tokens == 0
 
 
 def test_a_grammar_is_refused_where_no_masks_are_made() -> None:
     grammar = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
     with pytest.raises(RequestError, match=r"regex.*not available"):
         LLM.over(tiny_engine()).generate([1, 2], SamplingParams(grammar=grammar))
-
-
-def test_an_emptied_prefix_cache_gives_nothing() -> None:
-    engine = tiny_engine()
-    llm, prompt = LLM.over(engine), list(range(60))
-    llm.generate([prompt], GREEDY)
-    engine.reset_prefix_cache()
-    assert llm.generate([prompt], GREEDY)[0].metrics.cached_tokens == 0
 
 
 def test_a_tenants_cache_is_its_own() -> None:
@@ -304,10 +332,6 @@ def test_many_requests_with_aborts_and_too_few_pages(drafter: str) -> None:
             assert tokens == expected[number]
     assert engine.scheduler.num_preemptions > 0 or drafter == "itself"
     drain(engine)
-
-
-def test_an_abort_of_nothing_does_nothing() -> None:
-    assert tiny_engine().abort("nobody") is None
 
 
 def test_leaving_a_stream_early_ends_its_request() -> None:
@@ -369,20 +393,32 @@ def test_a_model_that_returns_no_number_fails_its_own_request_only() -> None:
     assert [output.error is None for output in outputs] == [True, False, True, False]
     assert outputs[1].error is not None
     assert "nan" in outputs[1].error
+    assert not outputs[1].error_is_callers
     assert not engine.has_work
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_speculative_tokens"):
-        tiny_engine(speculate=True, k=256)
-    with pytest.raises(ConfigError, match="max_model_len"):
-        tiny_engine(max_model_len=100_000)
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
-        tiny_engine(kv_cache_memory_bytes=1000)
-    with pytest.raises(ConfigError, match="unknown method"):
-        tiny_engine(speculate=True, method="crystal_ball")
-    with pytest.raises(ConfigError, match="device"):
-        tiny_engine(device="abacus")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculate": True, "k": 256}, "num_speculative_tokens"),
+        ({"max_model_len": 100_000}, "max_model_len"),
+        ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes"),
+        ({"kv_cache_memory_bytes": 1 << 50}, r"kv_cache_memory_bytes \(1,.* is more than this machine has .* lower it"),
+        ({"speculate": True, "method": "crystal_ball"}, "unknown drafting method"),
+        ({"device": "abacus"}, "device"),
+        # A drafter that looks drafts up has no blocks that could be too long.
+        (
+            {"speculate": True, "max_num_batched_tokens": 1, "max_num_seqs": 1},
+            r"\(1\) must be larger than max_num_seqs",
+        ),
+        ({"kv_retention": "sparse"}, "kv_retention must be dense, tail, or an interval in tokens"),
+        ({"kv_retention": "9" * 5000}, "kv_retention must be"),
+        ({"kv_retention": (1 << 32) + 1}, r"kv_retention: an interval of more than .* use tail"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny_engine(**settings)
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused() -> None:
@@ -401,4 +437,3 @@ def test_a_draft_model_with_another_tokenizer_is_refused() -> None:
 def test_a_file_may_promise_any_context_but_tables_are_made_for_what_memory_holds() -> None:
     engine = tiny_engine(tiny_model(tiny_spec(max_position=10**12)), max_model_len=None, kv_cache_memory_bytes=1 << 20)
     assert engine.max_model_len < 10_000
-    assert engine.runner._target.attention[0].rotary.shape[0] < 10_000

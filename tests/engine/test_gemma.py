@@ -16,13 +16,14 @@ import torch
 from tests.engine.lossless import assert_greedy_by_reference, assert_same_or_tied, tokens_of
 
 from outrider.api.llm import LLM
-from outrider.bench.reference import reference_model
+from outrider.backends.cpu.packed import PackedMatrix
+from outrider.backends.cpu.packing import CPUWeightForms
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.models.load import LoadedModel, load_model
-from outrider.models.packed import PackedMatrix
 from outrider.models.weights.gguf_file import read_gguf
 from outrider.sampling import SamplingParams
+from outrider.tools.bench.reference import reference_model
 
 FILE = os.environ.get("OUTRIDER_GEMMA")
 pytestmark = pytest.mark.skipif(FILE is None, reason="needs Gemma's weights: scripts/check-gemma")
@@ -54,7 +55,7 @@ LONG_RUNS = [" " * 40 + "x" + " " * 62, "\n" * 40, "\t" * 33 + "y"]
 def model() -> LoadedModel:
     """As an engine loads it: packed."""
     assert FILE is not None
-    return load_model(FILE, dtype=torch.float32, as_stored=True)
+    return load_model(FILE, dtype=torch.float32, forms=CPUWeightForms(packed=True))
 
 
 @cache
@@ -155,11 +156,11 @@ def test_drafts_do_not_change_it(speculative: SpeculativeConfig) -> None:
 # --- tokens -----------------------------------------------------------------------------------------
 
 
-def cut_by_hand(text: str, metadata: dict[str, Any]) -> list[int]:
+def cut_by_hand(text: str) -> list[int]:
     """As SentencePiece describes itself: defined symbols first, the longest; then neighbours that give the best piece,
     the leftmost of equals; what no piece covers is spelt in bytes."""
-    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
-    number_of, symbols, lengths = vocabulary_by_hand(metadata)
+    tokens, scores = (metadata_of_file()[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores"))
+    number_of, symbols, lengths = vocabulary_of_file()
     ids: list[int] = []
     at, begin = 0, 0
     text = text.replace("▁", " ")
@@ -192,23 +193,20 @@ def metadata_of_file() -> dict[str, Any]:
     return read_gguf(Path(FILE)).metadata
 
 
-_by_hand: dict[int, tuple[dict[str, int], dict[str, int], list[int]]] = {}
-
-
-def vocabulary_by_hand(metadata: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], list[int]]:
+@cache
+def vocabulary_of_file() -> tuple[dict[str, int], dict[str, int], list[int]]:
     """Pieces; symbols that are found as they are; the lengths of symbols, the longest first."""
-    if id(metadata) not in _by_hand:
-        kinds = list(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
-        pieces = {token: number for number, (token, kind) in enumerate(kinds) if kind == 1}
-        symbols = {token: number for number, (token, kind) in enumerate(kinds) if kind in (3, 4)}
-        _by_hand[id(metadata)] = pieces, symbols, sorted({len(token) for token in symbols}, reverse=True)
-    return _by_hand[id(metadata)]
+    metadata = metadata_of_file()
+    kinds = list(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
+    pieces = {token: number for number, (token, kind) in enumerate(kinds) if kind == 1}
+    symbols = {token: number for number, (token, kind) in enumerate(kinds) if kind in (3, 4)}
+    return pieces, symbols, sorted({len(token) for token in symbols}, reverse=True)
 
 
 @pytest.mark.parametrize("text", TEXTS + LONG_RUNS, ids=range(len(TEXTS + LONG_RUNS)))
 def test_texts_are_cut_as_sentence_piece_cuts_them(text: str) -> None:
     ids = model().tokenizer.encode(text, add_special_tokens=False)
-    assert ids == cut_by_hand(text, metadata_of_file())
+    assert ids == cut_by_hand(text)
     assert model().tokenizer.decode(ids, skip_special_tokens=False) == text.replace("▁", " ")
 
 

@@ -47,7 +47,7 @@ def added(engine: Engine) -> list[RequestOutput]:
 
 
 def finish(engine: Engine, *, tolerated: type[BaseException] = Interrupt) -> int:
-    """Step until nobody is left; returns how often that was interrupted."""
+    """Step until no request is left; returns how often a step was interrupted."""
     interrupted = 0
     for _step in range(200):
         if not engine.has_work:
@@ -60,7 +60,7 @@ def finish(engine: Engine, *, tolerated: type[BaseException] = Interrupt) -> int
 
 
 def assert_as_new(engine: Engine, expected: list[list[int]]) -> None:
-    """Everything is computed as by a fresh engine, and nobody holds anything."""
+    """Everything is computed as by a fresh engine, and no page is held."""
     assert tokens_of(LLM.over(engine).generate(PROMPTS, PARAMS)) == expected
     assert engine.sanitizer is not None
     assert not engine.sanitizer.violations
@@ -106,7 +106,7 @@ PLACES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "schedule": lambda engine: (engine.scheduler, "schedule"),
     "plan": lambda engine: (engine.scheduler.kv, "take_plan"),
     "run": lambda engine: (engine.runner, "run"),
-    "tables": lambda engine: (engine.runner._tables, "apply"),
+    "tables": lambda engine: (engine.runner._tables, "assign"),
     "layers": lambda engine: (engine.runner._target, "forward"),
     "sample": lambda engine: (engine.runner, "_sample"),
     "propose": lambda engine: (engine.runner, "_propose"),
@@ -224,7 +224,7 @@ def test_an_interrupted_abort_is_made_up_for(monkeypatch: pytest.MonkeyPatch) ->
         kv = engine.scheduler.kv
         patched.setattr(kv.pool, "release", raising_once(kv.pool.release, Interrupt()))
         with pytest.raises(Interrupt):
-            engine.leave("r1")
+            engine.abort_soon("r1")
     finish(engine)
     assert outputs[1].outputs[0].finish_reason == "abort"
     assert [output.outputs[0].token_ids for output in outputs[::2]] == expected[::2]

@@ -120,7 +120,7 @@ def test_rows_that_are_sampled_side_by_side_are_scored_with_the_pass(monkeypatch
         return score(decoder, hidden)
 
     monkeypatch.setattr(Decoder, "logits", counted)
-    llm = LLM.over(tiny_engine(ops="numba", num_threads=1, speculate=True))
+    llm = LLM.over(tiny_engine(backend="cpu", num_threads=1, speculate=True))
     llm.generate([[7, 8, 9, 7, 8, 9, 7]], SamplingParams(temperature=0, max_tokens=12))
     assert apart == []
     # Of two prompts in one step, the last rows do not lie side by side.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 from tests.engine.lossless import tokens_of
 from tests.engine.tiny import tiny_engine
 
-from outrider.api.async_llm import AsyncLLM
 from outrider.api.llm import LLM
 from outrider.engine.engine import Engine
-from outrider.engine.outputs import RequestOutput
 from outrider.errors import BusyError, OutriderError, RequestError
 from outrider.sampling import SamplingParams
 
@@ -147,112 +144,13 @@ def test_a_second_thread_is_refused_and_changes_nothing() -> None:
     assert output.outputs[0].token_ids == expected
 
 
-def test_whoever_leaves_during_a_step_is_gone_before_the_next() -> None:
+def test_a_request_that_is_aborted_during_a_step_is_gone_before_the_next() -> None:
     engine = tiny_engine()
     engine.add_request("a", [1, 2, 3], PARAMS)
     engine.add_request("b", [4, 5, 6], PARAMS)
     leaving = engine.output("b")
-    assert inside(engine, lambda: engine.leave("b")) is None
+    assert inside(engine, lambda: engine.abort_soon("b")) is None
     engine.step()
     assert leaving.outputs[0].finish_reason == "abort"
-    assert set(engine.runner.requests) == {"a"}
-
-
-# ---- many callers ----------------------------------------------------------------------------------------
-
-
-async def last(llm: AsyncLLM, prompt: Any, params: Any = PARAMS, **options: Any) -> RequestOutput:
-    return [output async for output in llm.generate(prompt, params, **options)][-1]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "options"),
-    [
-        ([1, 2], {"temperature": 0}, {}),
-        ([1, 2], {}, {}),
-        ([1, 2], PARAMS, {"request_id": ["a"]}),
-        ([1, 2], PARAMS, {"request_id": 7}),
-        (None, PARAMS, {}),
-        (object(), PARAMS, {}),
-    ],
-)
-def test_a_caller_with_a_wrong_type_fails_alone(prompt: Any, params: Any, options: Any) -> None:
-    async def run() -> None:
-        async with AsyncLLM(llm=LLM.over(tiny_engine())) as llm:
-            good = asyncio.create_task(last(llm, [1, 2, 3]))
-            with pytest.raises(RequestError):
-                await asyncio.wait_for(last(llm, prompt, params, **options), 30)
-            assert len((await good).outputs[0].token_ids) == 12
-
-    asyncio.run(run())
-
-
-def test_an_unexpected_error_reaches_the_caller_that_it_came_from(caplog: pytest.LogCaptureFixture) -> None:
-    engine = tiny_engine()
-    add = engine.add_request
-
-    def broken(request_id: str, *args: Any, **options: Any) -> None:
-        if request_id == "bad":
-            raise ArithmeticError("unexpected")
-        add(request_id, *args, **options)
-
-    engine.add_request = broken  # type: ignore[method-assign]
-
-    async def run() -> None:
-        async with AsyncLLM(llm=LLM.over(engine)) as llm:
-            good = asyncio.create_task(last(llm, [1, 2, 3]))
-            with pytest.raises(ArithmeticError):
-                await asyncio.wait_for(last(llm, [1, 2], request_id="bad"), 30)
-            assert len((await good).outputs[0].token_ids) == 12
-
-    asyncio.run(run())
-    assert "unexpected" in caplog.text
-
-
-@pytest.mark.parametrize("error", [ArithmeticError("on fire"), SystemExit("on fire")], ids=repr)
-def test_all_are_told_when_the_engine_stops_and_cannot_even_abort(error: BaseException) -> None:
-    engine = tiny_engine()
-
-    def broken(*_args: object) -> None:
-        raise error
-
-    engine.runner.run = engine.abort = broken  # type: ignore[method-assign, assignment]
-
-    async def run() -> None:
-        llm = AsyncLLM(llm=LLM.over(engine))
-        callers = asyncio.gather(*(last(llm, [number, 7]) for number in range(4)), return_exceptions=True)
-        assert all("on fire" in str(result) for result in await asyncio.wait_for(callers, 30))
-
-    asyncio.run(run())
-
-
-def test_a_result_that_cannot_be_handed_over_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_output: object) -> None:
-        raise MemoryError("no room for a copy")
-
-    monkeypatch.setattr("outrider.api.async_llm._snapshot", broken)
-
-    async def run() -> None:
-        llm = AsyncLLM(llm=LLM.over(tiny_engine()))
-        one = SamplingParams(temperature=0, max_tokens=1)
-        callers = asyncio.gather(*(last(llm, [number, 7], one) for number in range(3)), return_exceptions=True)
-        assert all(isinstance(result, MemoryError) for result in await asyncio.wait_for(callers, 30))
-
-    asyncio.run(run())
-
-
-def test_a_caller_whose_id_is_taken_does_not_end_the_other() -> None:
-    async def run() -> None:
-        async with AsyncLLM(llm=LLM.over(tiny_engine())) as llm:
-            long = SamplingParams(temperature=0, max_tokens=200)
-            first = llm.generate([1, 2, 3], long, request_id="a")
-            async for _output in first:
-                break
-            second = asyncio.create_task(last(llm, [4, 5], request_id="a"))
-            await asyncio.sleep(0)
-            second.cancel()
-            async for output in first:
-                ended = output.outputs[0].finish_reason
-            assert ended == "length"
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    assert not engine.output("a").finished
+    assert len(engine.runner.requests) == 1

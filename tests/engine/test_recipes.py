@@ -15,6 +15,7 @@ from tests.models.fakes import tiny_model as reference_model
 from tests.models.test_gpt_oss import save_quantised
 
 from outrider.api.llm import LLM
+from outrider.backends.cpu.packing import CPUWeightForms
 from outrider.models.load import LoadedModel, load_model
 from outrider.sampling import SamplingParams
 
@@ -27,12 +28,12 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(60) for _ in range(length)] for length in (1, 5, 17, 40, 85)]
 
 
-@pytest.mark.parametrize("ops", ["torch", "numba"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_references(family: str, ops: str, tmp_path: Path) -> None:
+def test_greedy_text_is_the_references(family: str, backend: str, tmp_path: Path) -> None:
     reference = reference_model(family)
     model = load_model(str(save(reference, tmp_path)), dtype=torch.float32)
-    settings: dict[str, Any] = {"ops": ops, "max_model_len": 128, "block_size": 8}
+    settings: dict[str, Any] = {"backend": backend, "max_model_len": 128, "block_size": 8}
     plain, drafting = (LLM.over(tiny_engine(model, speculate=speculate, **settings)) for speculate in (False, True))
     expected = tokens_of(plain.generate(prompts(), GREEDY))
     assert tokens_of(drafting.generate(prompts(), GREEDY)) == expected
@@ -45,18 +46,18 @@ def test_greedy_text_is_the_references(family: str, ops: str, tmp_path: Path) ->
         assert_greedy_by_reference(reference, prompt, generated)
 
 
-@pytest.mark.parametrize("ops", ["torch", "numba"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_the_references(family: str, ops: str, tmp_path: Path) -> None:
+def test_log_probabilities_are_the_references(family: str, backend: str, tmp_path: Path) -> None:
     reference = reference_model(family)
     model = load_model(str(save(reference, tmp_path)), dtype=torch.float32)
-    assert_log_probabilities(model, reference, ops)
+    assert_log_probabilities(model, reference, backend)
 
 
-def assert_log_probabilities(model: LoadedModel, reference: Any, ops: str) -> None:
+def assert_log_probabilities(model: LoadedModel, reference: Any, backend: str) -> None:
     prompt = prompts()[-1]
     # In chunks of odd sizes, so that rows meet keys of earlier steps.
-    engine = tiny_engine(model, ops=ops, max_model_len=128, max_num_batched_tokens=13, max_num_seqs=2)
+    engine = tiny_engine(model, backend=backend, max_model_len=128, max_num_batched_tokens=13, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = LLM.over(engine).generate([prompt], params)[0].prompt_logprobs
     assert found is not None
@@ -71,12 +72,12 @@ def assert_log_probabilities(model: LoadedModel, reference: Any, ops: str) -> No
 def test_weights_of_16_bits_are_computed_with_in_32(family: str, tmp_path: Path) -> None:
     """Experts and embeddings stay as they are stored; nothing is rounded but what was rounded in the file."""
     stored = reference_model(family).bfloat16()
-    model = load_model(str(save(stored, tmp_path)), dtype=torch.float32, as_stored=True)
+    model = load_model(str(save(stored, tmp_path)), dtype=torch.float32, forms=CPUWeightForms(packed=True))
     assert model.parameters.embedding.dtype == torch.bfloat16
-    assert_log_probabilities(model, type(stored).from_pretrained(tmp_path, dtype=torch.float32).eval(), "numba")
+    assert_log_probabilities(model, type(stored).from_pretrained(tmp_path, dtype=torch.float32).eval(), "cpu")
 
 
 def test_experts_quantised_as_mxfp4_are_those_of_the_reference(tmp_path: Path) -> None:
     reference = save_quantised(tmp_path)
-    model = load_model(str(tmp_path), dtype=torch.float32, as_stored=True)
-    assert_log_probabilities(model, reference.float(), "numba")
+    model = load_model(str(tmp_path), dtype=torch.float32, forms=CPUWeightForms(packed=True))
+    assert_log_probabilities(model, reference.float(), "cpu")

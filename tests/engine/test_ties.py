@@ -65,14 +65,6 @@ def test_sampled_candidates_are_compared_with_their_noise() -> None:
             assert parting.gap > 0
 
 
-def test_the_examination_leaves_the_engine_as_it_was() -> None:
-    engine = tiny_engine(speculate=True)
-    before = best_after(engine, GREEDY)
-    examine(engine, BEFORE, (1, 2), GREEDY)
-    assert not engine.has_work
-    assert best_after(engine, GREEDY) == before
-
-
 @pytest.mark.parametrize(
     ("one", "other", "place"),
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [1], 0), ([], [], None)],

@@ -10,16 +10,17 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
+from outrider.backends.reference.backend import ReferenceBackend
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
-from outrider.layers.ops import TorchOps
 from outrider.models.load import GenerationDefaults, LoadedModel
 from outrider.models.parameters import DecoderParameters, DenseMLP, LayerParameters, Linear
 from outrider.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from outrider.models.tokenizer import Tokenizer
 from outrider.speculative.drafter import Drafter
-from outrider.speculative.registry import DrafterSettings, draft_model_from
+from outrider.speculative.drafters.draft_model import draft_model_from
+from outrider.speculative.settings import DrafterSettings
 
 VOCABULARY = 256
 
@@ -103,7 +104,7 @@ def tiny_engine(
         "kv_cache_memory_bytes": 1 << 22,
         "sanitizer": "raise",
         "sanitizer_level": "bytes",
-        "ops": "torch",
+        "backend": "reference",
         "device": "cpu",
     }
     if drafter is not None or settings.pop("speculate", False):
@@ -125,7 +126,7 @@ def first_layers(model: LoadedModel, count: int) -> LoadedModel:
 def tiny_draft_model(target: LoadedModel, draft: LoadedModel, *, block_size: int = 16, max_len: int = 256) -> Drafter:
     settings = DrafterSettings(
         target=target,
-        ops=TorchOps(),
+        backend=ReferenceBackend(),
         page_tokens=block_size,
         dtype=torch.float32,
         device=torch.device("cpu"),

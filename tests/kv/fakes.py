@@ -10,18 +10,17 @@ from typing import Any
 
 from outrider.kv import NO_DRAFTER, Full, GroupSpec, Interval, KVConfig, KVFootprint, KVLayout, KVManager
 from outrider.kv import Sliding as SlidingKind
+from outrider.kv.archetypes import ARCHETYPES, DrafterShape
 from outrider.kv.intervals import pages_under
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.observer import Hit, KVObserver
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.plan import KVPlan, PageTables
-from outrider.scheduler import RequestSpec, Scheduler, SchedulerConfig, StepPlan, StepRow, Update, Verdict
-from outrider.speculative.footprints import DrafterShape, footprint_for
+from outrider.scheduler import RequestSpec, ScheduledRequest, Scheduler, SchedulerConfig, StepPlan, Update, Verdict
 
-METHODS_WITH_KV = ("draft_model", "eagle", "mtp", "dflash")
+ARCHETYPES_WITH_KV = tuple(name for name, archetype in ARCHETYPES.items() if archetype.owns_kv)
 OTHER = 99_999
 """A token that no prompt made by ids() contains."""
-METHODS_WITH_TAPS = ("eagle", "mtp", "dflash")
 
 
 def full(name: str = "full", *, page: int = 8, slot_bytes: int = 1) -> GroupSpec:
@@ -33,7 +32,7 @@ def sliding(window: int, name: str = "sliding", *, page: int = 8, slot_bytes: in
 
 
 def drafter(
-    method: str,
+    archetype: str,
     *groups: GroupSpec,
     page: int = 8,
     slot_bytes: int = 1,
@@ -41,16 +40,17 @@ def drafter(
     fingerprint: str = "",
     block_rows: int = 0,
 ) -> KVFootprint:
-    """The declared footprint of a method; one full draft group unless told otherwise."""
+    """The footprint that an archetype declares; one full draft group unless told otherwise."""
+    declared = ARCHETYPES[archetype]
     owned = groups or (full("draft", page=page, slot_bytes=slot_bytes),)
     shape = DrafterShape(
-        groups=owned if method in METHODS_WITH_KV else (),
-        taps=(1, 2) if method in METHODS_WITH_TAPS else (),
+        groups=owned if declared.owns_kv else (),
+        taps=(1, 2) if declared.reads_taps else (),
         max_len=max_len,
         fingerprint=fingerprint,
         block_rows=block_rows,
     )
-    return footprint_for(method, shape)
+    return declared.declare(archetype, shape)
 
 
 def make_manager(
@@ -61,7 +61,7 @@ def make_manager(
     tiers: Sequence[Any] = (),
     **config: Any,
 ) -> KVManager:
-    """A manager over these target groups; every arena gets `pages` usable pages and the sink."""
+    """A manager over these target groups; every arena gets `pages` usable pages and the null page."""
     layout = KVLayout(target=target or (full(),), footprint=footprint)
     per_arena = (pages,) * len(layout.arena_page_bytes) if isinstance(pages, int) else pages
     return KVManager(
@@ -86,7 +86,7 @@ def everything(kv: KVManager) -> list[int]:
 
 
 def assert_at_rest(kv: KVManager) -> None:
-    """Nobody holds anything: all pages but the sink can be had again."""
+    """No sequence holds anything: all pages but the null page are available again."""
     kv.check_integrity()
     assert not kv.sequences
     assert available(kv) == everything(kv)
@@ -105,7 +105,7 @@ class Hand:
         """Take the next plan; its step is in flight until done()."""
         plan = self.kv.take_plan(self._next_step)
         self._next_step += 1
-        self.tables.apply(plan)
+        plan.apply_to(self.tables)
         return plan
 
     def done(self, plan: KVPlan) -> None:
@@ -218,7 +218,7 @@ def reference_text(prompt: Iterable[int], count: int, stop: frozenset[int] = fro
     return tokens[start:]
 
 
-def rows_of(row: StepRow, footprint: KVFootprint) -> int:
+def rows_of(row: ScheduledRequest, footprint: KVFootprint) -> int:
     """Everything one request costs in a step: its rows, tap rows, drafting rows and catch-up rows."""
     catch_up = 0
     if row.draft_end >= 0 and footprint.rebuild:
@@ -257,8 +257,12 @@ class Engine:
         self._tables = PageTables(len(kv.layout.groups))
         self._planned: StepPlan | None = None
 
-    def add(self, id: str, prompt: Iterable[int], max_tokens: int = 8, **more: Any) -> None:
-        self.scheduler.add(RequestSpec(id=id, prompt=array("I", prompt), max_tokens=max_tokens, **more))
+    def add(self, id: str, prompt: Iterable[int], max_tokens: int = 8, n: int = 1, **more: Any) -> None:
+        """Add a request; its forks are called id#1, id#2 and so on."""
+        ids = (id, *(f"{id}#{index}" for index in range(1, n)))
+        self.scheduler.add(
+            RequestSpec(id=id, prompt=array("I", prompt), max_tokens=max_tokens, sequence_ids=ids, **more)
+        )
 
     def step(self) -> list[Update]:
         """One step; with a step in flight, the next one is planned before the verdict of this one."""
@@ -291,15 +295,15 @@ class Engine:
 
     def _note(self, updates: list[Update]) -> None:
         for update in updates:
-            self.text.setdefault(update.request, []).extend(update.tokens)
+            self.text.setdefault(update.sequence_id, []).extend(update.tokens)
             if update.finish is not None:
-                assert update.request not in self.finished, f"{update.request} finished twice"
-                self.finished[update.request] = update.finish
+                assert update.sequence_id not in self.finished, f"{update.sequence_id} finished twice"
+                self.finished[update.sequence_id] = update.finish
 
     def _run(self, plan: StepPlan) -> Verdict:
         self.plans.append(plan)
         self._inspect(plan)
-        self._tables.apply(plan.kv)
+        plan.kv.apply_to(self._tables)
         tokens, proposed, forks = [], [], {}
         holders = Counter(
             (self.kv.layout.arena_of[g], page)
@@ -307,8 +311,8 @@ class Engine:
             for g, state in enumerate(sequence.groups)
             for page in state.held()
         )
-        for row in plan.rows:
-            request = self.scheduler.requests.get(row.request)
+        for row in plan.scheduled:
+            request = self.scheduler.requests.get(row.sequence_id)
             if request is not None and row not in request.flight:
                 request = None  # planned for an earlier owner of the id, or before a preemption
             sampled: list[int] = []
@@ -319,14 +323,14 @@ class Engine:
                     sampled.append(next_token(known))
                     known.append(sampled[-1])
                 if row.samples > 1:
-                    forks[row.request] = tuple(600 + number for number in range(1, row.samples))
+                    forks[row.sequence_id] = tuple(600 + number for number in range(1, row.samples))
             tokens.append(tuple(sampled))
             proposed.append(self._proposes(self.rng, row.propose) if row.propose else 0)
             if request is not None:
                 self._check_writes(row, len(sampled), holders)
         return Verdict(step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks)
 
-    def _check_writes(self, row: StepRow, num_sampled: int, holders: Counter[tuple[int, int]]) -> None:
+    def _check_writes(self, row: ScheduledRequest, num_sampled: int, holders: Counter[tuple[int, int]]) -> None:
         """Every slot that a row writes lies in a page that one sequence holds and that is not in the index."""
         layout, footprint = self.kv.layout, self.kv.layout.footprint
         writes = [(g, Interval(row.start, row.start + row.num_rows)) for g in layout.target_groups]
@@ -339,11 +343,11 @@ class Engine:
             writes += [(g, feed) for g in layout.draft_groups]
             writes += [(g, footprint.scratch(v, row.propose)) for g in layout.draft_groups]
         for g, positions in writes:
-            table = self._tables.table(row.request, g)
+            table = self._tables.table(row.sequence_id, g)
             for number in pages_under(positions, layout.groups[g].page_tokens):
-                where = f"{row.request} writes {positions} of group {g}: page number {number}"
+                where = f"{row.sequence_id} writes {positions} of group {g}: page number {number}"
                 assert number < len(table), f"{where} is not reserved ({len(table)} pages)"
                 page = table[number]
-                assert page != SINK, f"{where} is the sink"
+                assert page != NULL_PAGE, f"{where} is the null page"
                 assert not self.kv.pool.arena(g).published[page], f"{where} is in the prefix index"
                 assert holders[layout.arena_of[g], page] == 1, f"{where} is shared"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.engine.tiny import first_layers, tiny_draft_model, tiny_engine, tiny_model
 
 from outrider.kv.census import run_lengths, take_census
@@ -10,13 +12,7 @@ from outrider.sampling import SamplingParams
 
 def states(runs: str) -> str:
     """Written out again."""
-    out, digits = "", ""
-    for character in runs:
-        if character.isdigit():
-            digits += character
-        else:
-            out, digits = out + character * int(digits), ""
-    return out
+    return "".join(state * int(count) for count, state in re.findall(r"(\d+)(\D)", runs))
 
 
 def test_runs_are_written_shortly() -> None:

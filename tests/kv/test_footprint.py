@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from tests.kv.fakes import METHODS_WITH_KV, drafter, full
+from tests.kv.fakes import ARCHETYPES_WITH_KV, drafter, full
 
 from outrider.errors import ConfigError, FootprintError
 from outrider.kv import NO_DRAFTER, Interval, KVFootprint, Proposing
-from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
+from outrider.kv.archetypes import ARCHETYPES, DrafterShape
 
 NUMBERS = range(1, 9)
 
@@ -34,31 +34,34 @@ class Column:
 
 NOTHING_OWNED = Column(lambda k: 0, lambda k: 0, lambda k: 0, lambda k: 0, 0, 0, False, False, False, False)
 ONE_LAYER_AHEAD = Column(lambda k: k, lambda k: 1, lambda k: k, lambda k: k - 1, 0, 1, True, False, False, False)
+ONE_HIDDEN_STATE = replace(NOTHING_OWNED, passes=lambda k: 1, query_len=lambda k: 1, taps=True)
 TABLE = {
-    "none": NOTHING_OWNED,
-    "ngram": NOTHING_OWNED,
-    "draft_model": Column(lambda k: k, lambda k: 1, lambda k: k, lambda k: k, 1, 0, False, True, True, True),
-    "eagle": ONE_LAYER_AHEAD,
-    "mtp": ONE_LAYER_AHEAD,
-    "dflash": Column(lambda k: 1, lambda k: k + 1, lambda k: k + 1, lambda k: k + 1, 0, 0, True, False, False, False),
+    "nothing": NOTHING_OWNED,
+    "lookup": NOTHING_OWNED,
+    "heads": ONE_HIDDEN_STATE,
+    "chain_from_tokens": Column(lambda k: k, lambda k: 1, lambda k: k, lambda k: k, 1, 0, False, True, True, True),
+    "chain_from_taps": ONE_LAYER_AHEAD,
+    "block_from_taps": Column(
+        lambda k: 1, lambda k: k + 1, lambda k: k + 1, lambda k: k + 1, 0, 0, True, False, False, False
+    ),
 }
 
 
-def test_the_table_has_a_column_for_every_declared_drafter() -> None:
-    assert TABLE.keys() == FOOTPRINTS.keys()
+def test_the_table_has_a_column_for_every_archetype() -> None:
+    assert TABLE.keys() == ARCHETYPES.keys()
 
 
-@pytest.mark.parametrize("method", TABLE)
-def test_declaration_is_its_column_of_the_table(method: str) -> None:
-    column, footprint = TABLE[method], drafter(method)
-    assert footprint.name == method
+@pytest.mark.parametrize("archetype", TABLE)
+def test_declaration_is_its_column_of_the_table(archetype: str) -> None:
+    column, footprint = TABLE[archetype], drafter(archetype)
+    assert footprint.name == ("none" if archetype == "nothing" else archetype)
     assert footprint.durable_lead == column.durable_lead
     assert footprint.token_reach == column.reach
     assert bool(footprint.taps) == column.taps
     assert footprint.keeps_accepted == column.keeps_accepted
     assert footprint.feed_reads_kv == column.feed_reads_kv
     assert footprint.rebuild == column.rebuild
-    assert bool(footprint.groups) == (method in METHODS_WITH_KV)
+    assert bool(footprint.groups) == (archetype in ARCHETYPES_WITH_KV)
     for k in NUMBERS:
         assert footprint.passes(k) == column.passes(k)
         assert footprint.query_len(k) == column.query_len(k)
@@ -69,39 +72,30 @@ def test_declaration_is_its_column_of_the_table(method: str) -> None:
         assert footprint.durable_end(v) == v + column.durable_lead
 
 
-@pytest.mark.parametrize("method", TABLE)
-def test_proposing_nothing_costs_nothing(method: str) -> None:
-    footprint = drafter(method)
+@pytest.mark.parametrize("archetype", TABLE)
+def test_proposing_nothing_costs_nothing(archetype: str) -> None:
+    footprint = drafter(archetype)
     counts = (footprint.passes, footprint.query_len, footprint.draft_rows, footprint.scratch_ahead)
     assert [count(0) for count in (*counts, footprint.slots_written)] == [0] * 5
     assert footprint.scratch(50, 0).empty
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
 @pytest.mark.parametrize("k", NUMBERS)
-def test_everything_that_a_step_writes_is_reserved(method: str, k: int) -> None:
-    footprint, v = drafter(method), 40
+def test_everything_that_a_step_writes_is_reserved(archetype: str, k: int) -> None:
+    footprint, v = drafter(archetype), 40
     end = footprint.reserve_end(v=v, k=k)
     assert end == v + footprint.scratch_ahead(k)
     scratch = footprint.scratch(v, k)
-    assert scratch.end == v + TABLE[method].written(k) <= end
+    assert scratch.end == v + TABLE[archetype].written(k) <= end
     assert footprint.durable_end(v) <= end
     assert scratch.start in (v, footprint.durable_end(v))
-
-
-@pytest.mark.parametrize(
-    ("method", "scratch"),
-    [("draft_model", Interval(41, 43)), ("eagle", Interval(40, 42)), ("dflash", Interval(40, 44))],
-)
-def test_scratch_of_three_drafts_lies_where_the_method_writes(method: str, scratch: Interval) -> None:
-    """The draft model has consumed the last token already; a block writes that one and three masks."""
-    assert drafter(method).scratch(40, 3) == scratch
 
 
 @pytest.mark.parametrize("k", NUMBERS)
 def test_a_block_of_few_drafts_has_the_rows_it_was_trained_with(k: int) -> None:
     """Everything that a block costs and writes follows from its rows, not from what is taken of it."""
-    footprint, rows = drafter("dflash", block_rows=6), max(k + 1, 6)
+    footprint, rows = drafter("block_from_taps", block_rows=6), max(k + 1, 6)
     assert footprint.passes(k) == 1
     assert footprint.query_len(k) == footprint.draft_rows(k) == rows
     assert footprint.scratch_ahead(k) == footprint.slots_written(k) == rows
@@ -110,7 +104,7 @@ def test_a_block_of_few_drafts_has_the_rows_it_was_trained_with(k: int) -> None:
 
 
 def test_a_block_ends_at_the_drafters_limit() -> None:
-    footprint = drafter("dflash", max_len=100, block_rows=6)
+    footprint = drafter("block_from_taps", max_len=100, block_rows=6)
     for v, k, rows in ((93, 3, 6), (94, 3, 6), (95, 3, 5), (96, 3, 4), (97, 2, 3), (98, 1, 2), (99, 0, 0)):
         assert footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=9) == k
         assert footprint.scratch(v, k).size == rows
@@ -121,29 +115,25 @@ def test_a_block_ends_at_the_drafters_limit() -> None:
 @pytest.mark.parametrize("max_len", [None, 100, 200])
 def test_no_block_reaches_past_the_models_limit(max_len: int | None) -> None:
     """Where the memory allows less than drafter and model would, nothing shortens a block: it is not begun."""
-    footprint = drafter("dflash", max_len=max_len, block_rows=6)
+    footprint = drafter("block_from_taps", max_len=max_len, block_rows=6)
     found = [footprint.fit(k=3, v=v, max_model_len=100, remaining_tokens=9) for v in range(93, 99)]
     assert found == ([3, 3, 3, 3, 2, 1] if max_len == 100 else [3, 3, 0, 0, 0, 0])
 
 
 def test_reservation_without_proposing_still_holds_the_durable_lead() -> None:
-    assert drafter("draft_model").reserve_end(v=16, k=0) == 17
-    assert drafter("eagle").reserve_end(v=16, k=0) == 16
-    assert drafter("ngram").reserve_end(v=16, k=5) == 0
+    assert drafter("chain_from_tokens").reserve_end(v=16, k=0) == 17
+    assert drafter("chain_from_taps").reserve_end(v=16, k=0) == 16
+    assert drafter("lookup").reserve_end(v=16, k=5) == drafter("heads").reserve_end(v=16, k=5) == 0
     assert NO_DRAFTER.reserve_end(v=16, k=0) == 0
 
 
 # ---- fit -----------------------------------------------------------------------------------------------
 
 
-def test_without_a_drafter_nothing_is_proposed_whatever_k_says() -> None:
-    assert NO_DRAFTER.fit(k=4, v=10, max_model_len=100, remaining_tokens=50) == 0
-
-
-@pytest.mark.parametrize("method", [method for method in TABLE if method != "none"])
+@pytest.mark.parametrize("archetype", TABLE)
 @pytest.mark.parametrize("max_len", [None, 20, 25])
-def test_fit_is_the_largest_k_that_meets_all_three_limits(method: str, max_len: int | None) -> None:
-    footprint = drafter(method, max_len=max_len)
+def test_fit_is_the_largest_k_that_meets_all_three_limits(archetype: str, max_len: int | None) -> None:
+    footprint = drafter(archetype, max_len=max_len)
     # A drafter that stores nothing has no limit of its own.
     limited = footprint.max_len is not None and footprint.groups
     drafter_limit = footprint.max_len if limited else 10**9
@@ -154,7 +144,8 @@ def test_fit_is_the_largest_k_that_meets_all_three_limits(method: str, max_len: 
                     meets = [
                         drafts
                         for drafts in range(k + 1)
-                        if v + footprint.scratch_ahead(drafts) <= drafter_limit
+                        if archetype != "nothing"
+                        and v + footprint.scratch_ahead(drafts) <= drafter_limit
                         and v + 1 + drafts <= model_limit
                         and drafts < remaining
                     ]
@@ -162,18 +153,9 @@ def test_fit_is_the_largest_k_that_meets_all_three_limits(method: str, max_len: 
                     assert found == max(meets, default=0), (k, v, model_limit, remaining)
 
 
-@pytest.mark.parametrize(
-    ("method", "fits"),
-    [("dflash", [3, 3, 2, 1, 0, 0]), ("eagle", [3, 3, 3, 2, 1, 0]), ("draft_model", [3, 3, 3, 2, 1, 0])],
-)
-def test_the_bonus_token_of_a_block_counts_against_the_limit(method: str, fits: list[int]) -> None:
-    footprint = drafter(method, max_len=100)
-    assert [footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=1000) for v in range(95, 101)] == fits
-
-
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_nothing_is_stored_past_the_drafters_limit(method: str) -> None:
-    footprint = drafter(method, max_len=100)
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
+def test_nothing_is_stored_past_the_drafters_limit(archetype: str) -> None:
+    footprint = drafter(archetype, max_len=100)
     for v in range(90, 130):
         assert footprint.durable_end(v) <= 100
         assert footprint.reserve_end(v=v, k=0) <= 100
@@ -184,21 +166,19 @@ def test_nothing_is_stored_past_the_drafters_limit(method: str) -> None:
 
 
 def test_backlog_is_what_could_be_stored_but_was_not_fed() -> None:
-    footprint = drafter("draft_model", max_len=100)
-    assert footprint.backlog(durable_end=10, v=40) == 30
-    assert footprint.backlog(durable_end=41, v=40) == 0
-    assert footprint.backlog(durable_end=90, v=140) == 10
-    assert footprint.backlog(durable_end=100, v=140) == 0
+    footprint = drafter("chain_from_tokens", max_len=100)
+    for durable_end, v, backlog in ((10, 40, 30), (41, 40, 0), (90, 140, 10), (100, 140, 0)):
+        assert footprint.backlog(durable_end=durable_end, v=v) == backlog
 
 
 # ---- feed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
 @pytest.mark.parametrize("proposed", range(6))
-def test_feeding_closes_every_hole_and_rewrites_nothing_that_was_kept(method: str, proposed: int) -> None:
+def test_feeding_closes_every_hole_and_rewrites_nothing_that_was_kept(archetype: str, proposed: int) -> None:
     """Slot by slot: which ones were written from tokens that then turned out to be committed?"""
-    footprint, v = drafter(method), 20
+    footprint, v = drafter(archetype), 20
     durable = set(range(footprint.durable_end(v)))
     for accepted in range(proposed + 1):
         kept = set()
@@ -211,28 +191,12 @@ def test_feeding_closes_every_hole_and_rewrites_nothing_that_was_kept(method: st
         assert set(range(*feed)) == missing, (accepted, feed)
 
 
-def test_an_all_accepted_chain_feeds_the_last_draft_too() -> None:
-    """The chain never consumed its last draft: one slot more than "the newest token" is missing."""
-    footprint = drafter("draft_model")
-    assert footprint.feed(durable_end=11, v=13, accepted=2, proposed=3) == Interval(13, 14)
-    assert footprint.feed(durable_end=11, v=14, accepted=3, proposed=3) == Interval(13, 15)
-
-
-def test_drafts_that_were_proposed_but_not_verified_are_not_kept() -> None:
-    assert drafter("draft_model").feed(durable_end=11, v=12, accepted=1, proposed=4) == Interval(12, 13)
-
-
-def test_a_drafter_that_keeps_nothing_is_fed_every_committed_token() -> None:
-    for method in ("eagle", "dflash"):
-        feed = drafter(method).feed(durable_end=10, v=14, accepted=3, proposed=3)
-        assert feed == Interval(10, 14)
-
-
 # ---- contradictions ------------------------------------------------------------------------------------
 
 GROUPS = (full("draft"),)
 FROM_TOKENS = {"proposing": Proposing.CHAIN, "groups": GROUPS, "rebuild": True}
 FROM_TAPS = {"proposing": Proposing.CHAIN, "groups": GROUPS, "taps": (1,)}
+ON_HEADS = {"proposing": Proposing.HEADS, "taps": (5,)}
 IN_BLOCKS = {"proposing": Proposing.BLOCK, "groups": GROUPS, "taps": (1,), "scratch_extra": 1}
 
 CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -240,8 +204,12 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("negative lead", FROM_TOKENS | {"durable_lead": -1}, ("durable_lead", "-1")),
     ("negative reach", FROM_TAPS | {"token_reach": -1}, ("token_reach", "-1")),
     ("a limit of nothing", FROM_TAPS | {"max_len": 0}, ("max_len", "at least 1")),
-    ("two groups of one name", FROM_TAPS | {"groups": GROUPS * 2}, ("share a name", "draft")),
-    ("lookup with groups", {"proposing": Proposing.LOOKUP, "groups": GROUPS}, ("looks up", "groups")),
+    ("two groups of one name", FROM_TAPS | {"groups": GROUPS * 2}, ("same name", "draft")),
+    (
+        "lookup with groups",
+        {"proposing": Proposing.LOOKUP, "groups": GROUPS},
+        ("reads and writes no KV", "groups"),
+    ),
     ("lead past the last sampled token", FROM_TOKENS | {"durable_lead": 2}, ("durable_lead 2", "use 0 or 1")),
     ("lead and reach", FROM_TAPS | {"durable_lead": 1, "token_reach": 1}, ("not sampled yet", "stops at v")),
     ("reach of two", FROM_TAPS | {"token_reach": 2}, ("token_reach 2", "not sampled yet")),
@@ -255,6 +223,9 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("fewer rows than none", IN_BLOCKS | {"block_rows": -1}, ("block_rows", "-1")),
     ("passes without groups", {"proposing": Proposing.CHAIN}, ("chain", "declare the groups")),
     ("a block without groups", {"proposing": Proposing.BLOCK}, ("block", "declare the groups")),
+    ("heads with groups", ON_HEADS | {"groups": GROUPS}, ("heads reads and writes no KV", "drop the groups")),
+    ("heads without a hidden state", {"proposing": Proposing.HEADS}, ("hidden state", "taps")),
+    ("heads that reach ahead", ON_HEADS | {"token_reach": 1}, ("token_reach", "no groups")),
 ] + [
     (f"{field} without groups", {"proposing": Proposing.LOOKUP, field: value}, (field, "no groups"))
     for field, value in {
@@ -279,20 +250,15 @@ def test_contradiction_is_refused_with_its_reason(fields: dict[str, Any], words:
         assert word in str(refused.value)
 
 
-@pytest.mark.parametrize("fields", [FROM_TOKENS, FROM_TAPS, IN_BLOCKS, {"proposing": Proposing.LOOKUP}])
+@pytest.mark.parametrize("fields", [FROM_TOKENS, FROM_TAPS, IN_BLOCKS, ON_HEADS, {"proposing": Proposing.LOOKUP}])
 def test_what_the_contradictions_start_from_is_fine(fields: dict[str, Any]) -> None:
     assert KVFootprint(name="mine", **fields).name == "mine"
 
 
-def test_a_method_whose_checkpoint_lacks_what_it_needs_is_refused() -> None:
-    for method in METHODS_WITH_KV:
+def test_a_shape_that_lacks_what_its_archetype_needs_is_refused() -> None:
+    for archetype in ("heads", *ARCHETYPES_WITH_KV):
         with pytest.raises(FootprintError):
-            footprint_for(method, DrafterShape())
+            ARCHETYPES[archetype].declare("mine", DrafterShape())
     with pytest.raises(FootprintError):
-        footprint_for("eagle", DrafterShape(groups=GROUPS))
-    assert footprint_for("ngram", DrafterShape(groups=GROUPS)).groups == ()
-
-
-def test_a_declaration_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(FrozenInstanceError):
-        drafter("eagle").token_reach = 0  # type: ignore[misc]
+        ARCHETYPES["chain_from_taps"].declare("mine", DrafterShape(groups=GROUPS))
+    assert ARCHETYPES["lookup"].declare("mine", DrafterShape(groups=GROUPS)).groups == ()

@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 from tests.kv.fakes import (
-    OTHER,
     Hand,
     Watch,
     assert_at_rest,
@@ -24,11 +23,8 @@ from tests.kv.fakes import (
 )
 
 from outrider.kv import GroupSpec, Interval, KVFootprint, KVManager, Proposing
-from outrider.kv.intervals import page_count
 from outrider.kv.ledger import SequenceKV
-from outrider.kv.pages import SINK
 from outrider.kv.plan import PageCopy
-from outrider.kv.prefix import Media
 
 # ---- the target's hit -------------------------------------------------------------------------------
 
@@ -59,41 +55,15 @@ def test_the_source_of_a_copy_stays_held_until_the_copy_has_run() -> None:
     assert arena.refs[source] == 1
     plan = hand.plan()
     assert arena.refs[source] == 1
-    # Whoever needs pages now must not get it.
+    # A request that needs pages now must not get it.
     assert source not in kv.pool.acquire(0, arena.num_available)
     hand.done(plan)
     assert arena.refs[source] == 0
     assert sequence.committed == 31
 
 
-@pytest.mark.parametrize("shared", range(1, 33))
-def test_a_hit_ends_where_the_prompts_diverge_even_inside_a_page(shared: int) -> None:
-    hand = Hand(make_manager(full(page=16)))
-    hand.serve(ids(40))
-    sequence = hand.admit(ids(shared) + ids(20, seed=1))
-    assert sequence.hit == shared
-    copies = hand.plan().copies
-    assert [copy.stop - copy.first for copy in copies] == ([shared % 16] if shared % 16 else [])
-    assert len(held_pages(hand.kv, sequence, 0)) == page_count(shared, 16)
-
-
-def test_of_several_divergent_pages_the_longest_match_is_copied() -> None:
-    hand = Hand(make_manager(full(page=16)))
-    for agree in (3, 11, 7):
-        hand.serve(ids(16) + ids(agree, seed=1) + ids(16 - agree, seed=agree + 5))
-    sequence = hand.admit(ids(16) + ids(12, seed=1) + ids(9, seed=40))
-    assert sequence.hit == 16 + 11
-
-
-def test_a_page_that_is_not_full_is_not_shared() -> None:
-    hand, watch = watched(full(page=16))
-    hand.serve(ids(31))
-    assert [number for _, _, number in watch.log] == [0]
-    assert hand.admit(ids(31)).hit == 16
-
-
 def test_a_request_for_prompt_logprobs_takes_no_hit_but_leaves_its_pages() -> None:
-    hand = Hand(make_manager(full(page=16), footprint=drafter("eagle", page=16)))
+    hand = Hand(make_manager(full(page=16), footprint=drafter("chain_from_taps", page=16)))
     hand.serve(ids(48))
     assert hand.admit(ids(48), use_cache=False).hit == 0
     assert hand.admit(ids(48)).hit == 47
@@ -122,7 +92,7 @@ def test_two_requests_that_compute_the_same_page_publish_it_once() -> None:
     assert len(hand.kv.pool.indexes[0]) == 2
 
 
-def test_reset_cache_forgets_everything_and_frees_what_nobody_holds() -> None:
+def test_reset_cache_forgets_everything_and_frees_what_is_not_held() -> None:
     hand = Hand(make_manager(full(page=8), pages=16))
     hand.serve(ids(24))
     running = hand.prefill(ids(24, seed=1))
@@ -169,7 +139,7 @@ class BruteForce(Watch):
         return found
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("archetype", ["nothing", "chain_from_tokens", "chain_from_taps", "block_from_taps"])
 @pytest.mark.parametrize(
     "groups",
     [
@@ -180,9 +150,9 @@ class BruteForce(Watch):
     ],
     ids=["full", "sliding", "small sliding pages", "mixed"],
 )
-def test_every_hit_equals_a_search_through_all_that_is_published(method: str, groups: tuple[GroupSpec, ...]) -> None:
+def test_every_hit_equals_a_search_through_all_that_is_published(archetype: str, groups: tuple[GroupSpec, ...]) -> None:
     watch = BruteForce()
-    kv = make_manager(*groups, footprint=drafter(method, page=4), pages=20, observer=watch)
+    kv = make_manager(*groups, footprint=drafter(archetype, page=4), pages=20, observer=watch)
     watch.kv = kv
     hand, rng, footprint = Hand(kv), Random(1), kv.layout.footprint
     hits = tapped = 0
@@ -219,55 +189,10 @@ def test_every_hit_equals_a_search_through_all_that_is_published(method: str, gr
 # ---- draft groups beside a hit -------------------------------------------------------------------------
 
 
-def test_a_drafter_without_reach_gets_the_whole_prefix() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("dflash"))
-    hand.serve(ids(32))
-    sequence = hand.admit(ids(24) + ids(9, seed=1))
-    assert watch.hits[sequence.id] == (24, 0, (Interval(0, 24),))
-    assert (sequence.draft_end, sequence.groups[1].low) == (24, 0)
-
-
-def test_reach_one_takes_the_last_slot_only_if_the_next_token_is_the_same() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("eagle"))
-    hand.serve(ids(32))
-    same = hand.admit(ids(25) + ids(9, seed=1))
-    assert watch.hits[same.id] == (25, 1, (Interval(0, 24),))
-    assert set(held_pages(hand.kv, same, 1).values()) <= set(hand.kv.pool.indexes[1].pages.values())
-    other = hand.admit(ids(24) + ids(9, seed=1))
-    assert watch.hits[other.id] == (24, 1, (Interval(0, 23),))
-    assert other.draft_end == 23
-
-
-def test_the_page_that_tap_rows_write_to_is_a_copy() -> None:
-    """Slot 23 was fed with another successor: it is rewritten, but not in the page that others read."""
-    hand, _watch = watched(full(page=8), footprint=drafter("eagle"))
-    kv = hand.kv
-    hand.serve(ids(32))
-    other = hand.admit(ids(24) + ids(9, seed=1))
-    draft_pages = held_pages(kv, other, 1)
-    assert sorted(draft_pages) == [0, 1, 2]
-    assert not kv.pool.arena(1).published[draft_pages[2]]
-    (copy,) = (copy for copy in hand.plan().copies if copy.group == 1)
-    assert (copy.destination, copy.first, copy.stop) == (draft_pages[2], 0, 7)
-
-
-def test_pages_of_two_continuations_are_cached_side_by_side() -> None:
-    """Same tokens in the page, another token after it: two pages for the drafter, one for the target."""
-    hand, watch = watched(full(page=8), footprint=drafter("eagle"))
-    for successor in (OTHER, OTHER + 1):
-        hand.serve(array("I", [*ids(8), successor]))
-    assert [len(index) for index in hand.kv.pool.indexes] == [1, 2]
-    for successor in (OTHER, OTHER + 1):
-        again = hand.admit(array("I", [*ids(8), successor, 5]))
-        assert watch.hits[again.id] == (8, 0, (Interval(0, 8),))
-    third = hand.admit(array("I", [*ids(8), OTHER + 2, 5]))
-    assert watch.hits[third.id] == (8, 1, (Interval(0, 7),))
-
-
 def test_draft_groups_of_one_drafter_end_together() -> None:
     """One group has its run up to the tap row, the other has lost everything."""
     groups = (full("d0"), full("d1", slot_bytes=2))
-    hand, watch = watched(full(page=8), footprint=drafter("eagle", *groups))
+    hand, watch = watched(full(page=8), footprint=drafter("chain_from_taps", *groups))
     hand.serve(ids(32))
     for page in list(hand.kv.pool.indexes[2].pages.values()):
         hand.kv.pool.indexes[2].remove([page])
@@ -283,36 +208,8 @@ def test_hits_are_counted_against_what_was_asked_for() -> None:
     assert (hand.kv.hit_tokens, hand.kv.queried_tokens) == (20, 31 + 29)
 
 
-def test_a_successor_that_is_media_is_told_apart_by_its_content() -> None:
-    """The drafter's last slot of the page was fed with an image; the next request shows another one."""
-    hand, watch = watched(full(page=8), footprint=drafter("eagle"))
-    kv = hand.kv
-    first = hand.open(ids(20), media=(Media(8, 12, b"cat" * 8),))
-    kv.admit(first)
-    first.tokens.append(5)
-    hand.advance(first, 20)
-    again = hand.open(ids(20), media=(Media(8, 12, b"cat" * 8),))
-    kv.admit(again)
-    assert watch.hits[again.id].draft[0].covers(Interval(0, 16))
-    other = hand.open(ids(20), media=(Media(8, 12, b"dog" * 8),))
-    kv.admit(other)
-    assert watch.hits[other.id].end == 8
-    assert not watch.hits[other.id].draft[0].covers(Interval(7, 8))
-
-
-def test_a_page_of_a_reaching_group_waits_for_the_token_after_it() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("eagle"))
-    sequence = hand.admit(ids(16))
-    hand.kv.reserve(sequence, 16, 16)
-    hand.kv.commit(sequence, 8)
-    assert watch.numbers(sequence, 1) == [0]
-    sequence.tokens.append(5)
-    hand.kv.commit(sequence, 16)
-    assert watch.numbers(sequence, 1) == [0, 1]
-
-
 def test_draft_pages_that_are_gone_leave_a_later_low_and_the_hit_as_it_was() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("dflash", slot_bytes=2), pages=(32, 8))
+    hand, watch = watched(full(page=8), footprint=drafter("block_from_taps", slot_bytes=2), pages=(32, 8))
     kv = hand.kv
     hand.serve(ids(40), total=40)
     taken = kv.pool.acquire(1, 8)
@@ -357,101 +254,17 @@ def test_a_drafter_that_reads_its_own_kv_takes_a_whole_run_and_none_above_a_gap(
     assert watch.hits[above.id] == (39, 0, (Interval(39, 39),))
 
 
-def test_a_drafter_that_reads_no_kv_takes_the_run_above_a_gap() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("dflash"))
+@pytest.mark.parametrize(
+    ("archetype", "run"),
+    [("block_from_taps", (24, 39)), ("chain_from_taps", (24, 39)), ("chain_from_tokens", (0, 16))],
+)
+def test_beside_a_gap_a_drafter_takes_the_last_run_or_the_first_that_it_can_rebuild_from(
+    archetype: str, run: tuple[int, int]
+) -> None:
+    hand, watch = watched(full(page=8), footprint=drafter(archetype))
     hand.serve(ids(40))
     index = hand.kv.pool.indexes[1]
-    index.remove([list(index.pages.values())[1]])
-    above = hand.admit(ids(40))
-    assert watch.hits[above.id] == (39, 0, (Interval(16, 39),))
-    assert above.groups[1].low == 16
-
-
-def test_a_drafter_that_can_rebuild_starts_from_its_longest_prefix() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("draft_model", slot_bytes=2))
-    kv = hand.kv
-    hand.serve(ids(40), total=48)
-    kv.pool.indexes[1].remove([list(kv.pool.indexes[1].pages.values())[2]])
+    index.remove([list(index.pages.values())[2]])
     sequence = hand.admit(ids(40))
-    assert watch.hits[sequence.id] == (39, 0, (Interval(0, 16),))
-    assert sequence.draft_end == 16
-
-
-@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17])
-def test_tap_rows_find_the_window_that_they_read(window: int) -> None:
-    """A row run again at h - 1 reads [h - W, h); the page of h - W must still be held then."""
-    hand, watch = watched(sliding(window, page=8), footprint=drafter("eagle"))
-    hand.serve(ids(64))
-    for shared in range(8, 64):
-        sequence = hand.admit(ids(shared) + ids(3, seed=shared + 1), total=72)
-        hit = watch.hits[sequence.id]
-        plan = hand.plan()
-        if hit.tap_rows:
-            first = max(0, hit.end - hit.tap_rows - window + 1)
-            table = hand.tables.table(sequence.id, 0)
-            assert SINK not in table[first // 8 : page_count(hit.end, 8)], (shared, hit)
-        hand.done(plan)
-        hand.kv.close(sequence)
-        hand.settle()
-
-
-# ---- hits with sliding windows and a drafter that reaches ahead ----------------------------------------
-
-
-def mixed(window: int, footprint: KVFootprint) -> tuple[Hand, Watch]:
-    """Pages of 32 beside pages of 8: hits are retained for multiples of 32."""
-    hand, watch = watched(full(page=32), sliding(window, page=8), footprint=footprint, pages=200)
-    assert hand.kv.layout.alignment == 32
-    return hand, watch
-
-
-DRAFTERS = {
-    "none": drafter("none"),
-    "reach 1": drafter("eagle"),
-    "reach 1, sliding": drafter("mtp", sliding(8, "draft")),
-    "reach 0": drafter("dflash"),
-    "rebuilt": drafter("draft_model"),
-}
-
-
-def test_a_second_request_hits_the_same_boundary_with_and_without_a_drafter() -> None:
-    for name, footprint in DRAFTERS.items():
-        hand, _watch = mixed(8, footprint)
-        hand.serve(ids(128))
-        assert hand.admit(ids(128)).hit == 127, name
-        assert hand.admit(ids(128) + ids(20, seed=1)).hit == 128, name
-
-
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 31, 32, 33, 100])
-def test_a_drafter_changes_no_hit_at_any_aligned_length(window: int) -> None:
-    hands = {name: mixed(window, footprint) for name, footprint in DRAFTERS.items()}
-    for hand, _watch in hands.values():
-        hand.serve(ids(520))
-    for length in range(32, 513, 32):
-        for name, (hand, watch) in hands.items():
-            diverging = hand.admit(ids(length) + ids(20, seed=1))
-            assert diverging.hit == length, (length, name)
-            hit = watch.hits[diverging.id]
-            reach = hand.kv.layout.footprint.token_reach
-            assert hit.tap_rows == reach
-            for run in hit.draft:
-                # The drafter's context is there too: all of it but what tap rows will feed.
-                assert run.end == length - reach
-                assert not run.empty
-            cached = hand.admit(ids(length))
-            assert cached.hit == length - 1, (length, name)
-            for sequence in (diverging, cached):
-                hand.kv.close(sequence)
-            hand.settle()
-            hand.kv.check_integrity()
-
-
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 31, 32, 33, 100])
-def test_sliding_pages_that_no_hit_needs_are_not_cached(window: int) -> None:
-    hand, watch = mixed(window, drafter("eagle"))
-    sequence = hand.prefill(ids(520))
-    # Under [b - W + 1 - 2, b) of some b: the window, one row recomputed, one tap row.
-    needed = {p for b in range(32, 1000, 32) for p in range(max(0, b - window + 1 - 2), b)}
-    assert watch.numbers(sequence, 1) == [
-        number for number in range(65) if needed & set(range(8 * number, 8 * number + 8))
-    ]
+    assert watch.hits[sequence.id] == (39, 0, (Interval(*run),))
+    assert (sequence.groups[1].low, sequence.draft_end) == run

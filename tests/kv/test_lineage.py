@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.kv.fakes import (
-    METHODS_WITH_KV,
+    ARCHETYPES_WITH_KV,
     Engine,
     Hand,
     drafter,
@@ -21,16 +21,16 @@ from tests.kv.fakes import (
 from outrider.kv import Interval, KVManager, PageTables
 from outrider.kv.intervals import SlotRun, page_count, pair
 from outrider.kv.ledger import Load
-from outrider.scheduler import Role, StepPlan
+from outrider.scheduler import Role
 
-AHEAD = {"ngram": 0, "draft_model": 3, "eagle": 3, "mtp": 3, "dflash": 4}
+AHEAD = {"lookup": 0, "chain_from_tokens": 3, "chain_from_taps": 3, "block_from_taps": 4}
 """Slots ahead with k = 3."""
 
 
-def make_engine(method: str, *, page: int = 16, max_len: int | None = None, pages: int = 400, **config) -> Engine:
+def make_engine(archetype: str, *, page: int = 16, max_len: int | None = None, pages: int = 400, **config) -> Engine:
     kv = make_manager(
         full(page=page),
-        footprint=drafter(method, page=page, max_len=max_len),
+        footprint=drafter(archetype, page=page, max_len=max_len),
         pages=pages,
         max_model_len=4096,
         keep_margin=2,
@@ -50,70 +50,54 @@ def draft_slots(engine: Engine, id: str) -> int:
 # ---- L1: slots ahead -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", AHEAD)
+@pytest.mark.parametrize("archetype", AHEAD)
 @pytest.mark.parametrize("prompt", [1, 5, 16, 17])
-def test_l1_slots_ahead_are_reserved_at_the_first_prefill_too(method: str, prompt: int) -> None:
+def test_l1_slots_ahead_are_reserved_at_the_first_prefill_too(archetype: str, prompt: int) -> None:
     """Pages of one slot, so that pages count slots."""
-    engine = make_engine(method, page=1)
+    engine = make_engine(archetype, page=1)
     engine.add("a", ids(prompt), max_tokens=40, k=3)
     plan = engine.scheduler.schedule()
-    (row,) = plan.rows
+    (row,) = plan.scheduled
     assert (row.start, row.num_rows, row.propose) == (0, prompt, 3)
-    assert draft_slots(engine, "a") == (prompt + AHEAD[method] if method != "ngram" else 0)
+    assert draft_slots(engine, "a") == (prompt + AHEAD[archetype] if archetype != "lookup" else 0)
     assert len(engine.scheduler.requests["a"].kv.groups[0].pages) == prompt
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_l1_slots_ahead_are_reserved_at_every_later_step(method: str) -> None:
-    proposed = []
-
-    def inspect(plan: StepPlan) -> None:
-        (row,) = plan.rows
-        proposed.append(row.propose)
-        ahead = engine.kv.layout.footprint.scratch_ahead(row.propose)
-        assert draft_slots(engine, "a") >= row.start + row.num_rows + ahead
-
-    engine = make_engine(method, page=1, inspect=inspect)
-    engine.add("a", ids(5), max_tokens=60, k=3)
-    engine.run()
-    assert proposed.count(3) > 10
-
-
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_l1_a_chunk_that_does_not_propose_reserves_nothing_ahead(method: str) -> None:
-    engine = make_engine(method, page=1, max_num_batched_tokens=16, max_num_seqs=2)
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
+def test_l1_a_chunk_that_does_not_propose_reserves_nothing_ahead(archetype: str) -> None:
+    engine = make_engine(archetype, page=1, max_num_batched_tokens=16, max_num_seqs=2)
     engine.add("a", ids(30), max_tokens=8, k=3)
-    (row,) = engine.scheduler.schedule().rows
+    (row,) = engine.scheduler.schedule().scheduled
     assert (row.num_rows, row.propose) == (16, 0)
     assert draft_slots(engine, "a") == engine.kv.layout.footprint.durable_end(16)
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_l1_nothing_ahead_while_loading_and_again_before_the_first_proposing_step(method: str) -> None:
-    engine = make_engine(method, page=1, role=Role.DECODE)
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
+def test_l1_nothing_ahead_while_loading_and_again_before_the_first_proposing_step(archetype: str) -> None:
+    engine = make_engine(archetype, page=1, role=Role.DECODE)
     scheduler = engine.scheduler
     offer = {0: Interval(0, 16), 1: Interval(0, 16)}
     engine.add("a", ids(17), max_tokens=40, k=3, remote=offer, prefilled_tokens=1)
     for _ in range(3):
         assert engine.step() == []
-        assert engine.plans[-1].rows == ()
+        assert engine.plans[-1].scheduled == ()
         sequence = scheduler.requests["a"].kv
         assert [len(state.pages) for state in sequence.groups] == [16, 16]
     ((id, loads),) = scheduler.take_loads()
     for load in loads:
         scheduler.load_arrived(id, load)
     plan = scheduler.schedule()
-    (row,) = plan.rows
+    (row,) = plan.scheduled
     assert (row.start, row.num_rows, row.propose) == (16, 1, 3)
     assert len(sequence.groups[0].pages) == 17
-    assert len(sequence.groups[1].pages) == 17 + AHEAD[method]
+    assert len(sequence.groups[1].pages) == 17 + AHEAD[archetype]
 
 
 # ---- L2: the first prefill of a block drafter, and its limit --------------------------------------------
 
 
 def test_l2_the_draft_group_holds_two_pages_after_the_first_schedule() -> None:
-    engine = make_engine("dflash")
+    engine = make_engine("block_from_taps")
     engine.add("a", ids(16), max_tokens=40, k=3)
     plan = engine.scheduler.schedule()
     sequence = engine.scheduler.requests["a"].kv
@@ -122,80 +106,42 @@ def test_l2_the_draft_group_holds_two_pages_after_the_first_schedule() -> None:
     assert {position // 16 for position in range(16, 20)} <= held.keys()
     assert sorted(held_pages(engine.kv, sequence, 0)) == [0]
     tables = PageTables(2)
-    tables.apply(plan.kv)
+    plan.kv.apply_to(tables)
     assert tables.table("a", 1) == list(held.values())
 
 
-def test_l2_the_drafters_context_does_not_depend_on_who_prefills_first() -> None:
-    """A request that hits the whole prompt writes its block past it, in pages of its own."""
-    engine = make_engine("dflash")
-    engine.add("first", ids(33), max_tokens=1)
-    engine.run()
-    engine.add("a", ids(32), max_tokens=40, k=3)
-    (row,) = engine.scheduler.schedule().rows
-    assert (row.start, row.num_rows, row.propose) == (31, 1, 3)
-    sequence = engine.scheduler.requests["a"].kv
-    arena = engine.kv.pool.arena(1)
-    written = [sequence.groups[1].pages[position // 16] for position in range(31, 36)]
-    assert all(arena.refs[page] == 1 and not arena.published[page] for page in written)
-
-
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-@pytest.mark.parametrize("step_in_flight", [False, True])
-def test_l2_no_row_ever_writes_to_a_published_page(method: str, step_in_flight: bool) -> None:
-    """Many requests that share a prefix, under page pressure; the engine checks each written slot."""
-    kv = make_manager(
-        full(page=16),
-        footprint=drafter(method, page=16),
-        pages=60,
-        max_model_len=4096,
-        steps_ahead=2 if step_in_flight else 1,
-    )
-    engine = Engine(kv, seed=4, step_in_flight=step_in_flight, max_num_seqs=16, max_num_batched_tokens=96)
-    for number in range(40):
-        shared = (32, 33, 40, 47, 48)[number % 5]
-        engine.add(f"r{number}", ids(shared) + ids(number % 7, seed=number), max_tokens=12, k=3)
-    engine.run()
-    assert kv.hit_tokens > 1000
-    kv.check_integrity()
-
-
 @pytest.mark.parametrize(
-    ("method", "proposed"),
-    [("dflash", [3, 2, 1, 0]), ("eagle", [3, 3, 2, 1]), ("draft_model", [3, 3, 2, 1]), ("ngram", [3, 3, 3, 3])],
+    ("archetype", "proposed"),
+    [
+        ("block_from_taps", [3, 2, 1, 0]),
+        ("chain_from_taps", [3, 3, 2, 1]),
+        ("chain_from_tokens", [3, 3, 2, 1]),
+        ("lookup", [3, 3, 3, 3]),
+        ("heads", [3, 3, 3, 3]),
+    ],
 )
-def test_l2_near_its_limit_a_drafter_proposes_what_fits(method: str, proposed: list[int]) -> None:
+def test_l2_near_its_limit_a_drafter_proposes_what_fits(archetype: str, proposed: list[int]) -> None:
     for length, expected in zip((96, 97, 98, 99), proposed, strict=True):
-        engine = make_engine(method, max_len=100 if method != "ngram" else None)
+        engine = make_engine(archetype, max_len=100 if archetype not in ("lookup", "heads") else None)
         engine.add("a", ids(length), max_tokens=40, k=3)
-        (row,) = engine.scheduler.schedule().rows
+        (row,) = engine.scheduler.schedule().scheduled
         assert row.propose == expected, length
-        if method == "dflash":
+        if archetype == "block_from_taps":
             assert draft_slots(engine, "a") >= min(100, length + expected + 1)
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_l2_one_long_request_does_not_change_what_the_others_propose(method: str) -> None:
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
+def test_l2_one_long_request_does_not_change_what_the_others_propose(archetype: str) -> None:
     lengths = {"long": 99, "short": 20, "mid": 90, "past": 150}
-    engine = make_engine(method, max_len=100)
+    engine = make_engine(archetype, max_len=100)
     for id, length in lengths.items():
         engine.add(id, ids(length, seed=length), max_tokens=40, k=3)
     engine.step()
-    proposed = {row.request: row.propose for row in engine.plans[0].rows}
-    assert proposed == {"long": 0 if method == "dflash" else 1, "short": 3, "mid": 3, "past": 0}
+    proposed = {row.sequence_id: row.propose for row in engine.plans[0].scheduled}
+    assert proposed == {"long": 0 if archetype == "block_from_taps" else 1, "short": 3, "mid": 3, "past": 0}
     engine.run()
     for id, length in lengths.items():
         assert engine.text[id] == reference_text(ids(length, seed=length), 40)
-
-
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_l2_no_slot_is_held_at_or_past_the_drafters_limit(method: str) -> None:
-    engine = make_engine(method, page=1, max_len=100)
-    engine.add("a", ids(90), max_tokens=40, k=3)
-    while engine.scheduler.requests:
-        engine.step()
-        if engine.scheduler.requests:
-            assert draft_slots(engine, "a") <= 100
 
 
 # ---- L4: transfers ---------------------------------------------------------------------------------------
@@ -218,13 +164,13 @@ def transfer(source: KVManager, source_id: str, destination: KVManager, id: str,
 
 def test_l4_the_prompts_page_goes_into_the_prompts_page() -> None:
     """P has looked ahead and holds [b0, b1]; D holds [a0]; exactly b0 goes into a0."""
-    prefill = make_engine("eagle")
+    prefill = make_engine("chain_from_taps")
     prefill.add("p", ids(16), max_tokens=8, k=1)
     prefill.step()
     sender = prefill.scheduler.requests["p"].kv
     b0, *rest = held_pages(prefill.kv, sender, 1).values()
     assert len(rest) == 1
-    decode = make_engine("eagle", role=Role.DECODE)
+    decode = make_engine("chain_from_taps", role=Role.DECODE)
     decode.add(
         "d",
         [*ids(16), *prefill.text["p"]],
@@ -242,20 +188,20 @@ def test_l4_the_prompts_page_goes_into_the_prompts_page() -> None:
     assert runs[0] == [SlotRun(sender.groups[0].pages[0], 0, receiver.groups[0].pages[0], 0, 16, 0)]
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
 @pytest.mark.parametrize(("source_page", "destination_page"), [(16, 16), (16, 8), (8, 16), (12, 8)])
 @pytest.mark.parametrize("length", [15, 16, 17, 32, 33])
 def test_l4_every_combination_gives_the_decode_side_exactly_what_it_lacks(
-    method: str, source_page: int, destination_page: int, length: int
+    archetype: str, source_page: int, destination_page: int, length: int
 ) -> None:
     """P's lookahead (k), D's lookahead, D's own prefix (a surplus at the front), and both page sizes."""
     for source_k in (0, 1, 4):
         for local in (0, 7, 16):
-            prefill = make_engine(method, page=source_page)
+            prefill = make_engine(archetype, page=source_page)
             prefill.add("p", ids(length), max_tokens=8, k=source_k)
             prefill.step()
             sender = prefill.scheduler.requests["p"].kv
-            kv = make_manager(full(page=destination_page), footprint=drafter(method, page=destination_page))
+            kv = make_manager(full(page=destination_page), footprint=drafter(archetype, page=destination_page))
             hand = Hand(kv)
             if local:
                 hand.serve(ids(local) + ids(40, seed=2))
@@ -286,15 +232,3 @@ def test_l4_every_combination_gives_the_decode_side_exactly_what_it_lacks(
 def slot(sequence, group: int, page_tokens: int, position: int) -> tuple[int, int]:
     number, offset = divmod(position, page_tokens)
     return sequence.groups[group].pages[number], offset
-
-
-def test_l4_a_prefill_worker_feeds_but_does_not_propose() -> None:
-    """So that the decode side's drafter has its context."""
-    for method in METHODS_WITH_KV:
-        engine = make_engine(method, role=Role.PREFILL)
-        engine.add("p", ids(40), max_tokens=8, k=3)
-        engine.step()
-        (row,) = engine.plans[-1].rows
-        assert (row.num_rows, row.propose) == (40, 0)
-        sequence = engine.scheduler.requests["p"].kv
-        assert engine.kv.export_intervals(sequence) == {0: Interval(0, 40), 1: Interval(0, 40)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.kv import Full, GroupKind, Interval, Sliding
-from outrider.kv.intervals import covered, subtract, union
 from outrider.kv.ledger import Load, Loads, LoadState
 from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_start
 
@@ -50,18 +48,6 @@ def test_the_longest_end_is_the_one_that_trying_every_end_finds(
 @given(parts=st.lists(intervals, max_size=8), end=st.integers(0, 60))
 def test_the_run_before_an_end_is_the_one_that_walking_down_finds(parts: list[Interval], end: int) -> None:
     assert run_start(parts, end) == plain_run_start(parts, end)
-
-
-@given(whole=intervals, parts=st.lists(intervals, max_size=8))
-def test_union_and_difference_are_those_of_sets(whole: Interval, parts: list[Interval]) -> None:
-    rest = subtract(whole, parts)
-    assert positions(rest) == positions([whole]) - positions(parts)
-    assert covered(whole, parts) == (not rest)
-    runs = union(parts)
-    assert positions(runs) == positions(parts)
-    for pieces in (rest, runs):
-        assert not any(piece.empty for piece in pieces)
-        assert all(left.end <= right.start for left, right in pairwise(pieces))
 
 
 @given(

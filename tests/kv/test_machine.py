@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from outrider.errors import OutOfPages
 from outrider.kv import KVConfig, KVLayout, KVManager
+from outrider.kv.archetypes import ARCHETYPES, DrafterShape
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
 from outrider.sanitizer import Sanitizer
-from outrider.scheduler.plan import StepPlan, StepRow
-from outrider.sim.device import DeviceRequest, FakeDevice
-from outrider.sim.oracle import FakeModel, Inputs, Reference
-from outrider.sim.scenario import GroupDraw
-from outrider.speculative.footprints import FOOTPRINTS, DrafterShape, footprint_for
+from outrider.scheduler.plan import ScheduledRequest, StepPlan
+from outrider.tools.sim.device import DeviceRequest, FakeDevice
+from outrider.tools.sim.oracle import FakeModel, Inputs, Reference
+from outrider.tools.sim.scenario import GroupDraw
 
 MAX_LEN = 60
 PAGES = 190
@@ -32,20 +32,21 @@ class KVMachine(RuleBasedStateMachine):
     """Admit, run, fork, preempt and end sequences in any order; nothing may ever read, write or keep a wrong slot."""
 
     @initialize(
-        method=st.sampled_from(sorted(FOOTPRINTS)),
+        archetype=st.sampled_from(sorted(ARCHETYPES)),
         full=st.lists(group_draws(False), min_size=0, max_size=1),
         sliding=st.lists(group_draws(True), min_size=0, max_size=2),
         draft=st.lists(group_draws(False) | group_draws(True), min_size=1, max_size=2),
     )
-    def start(self, method: str, full: list[GroupDraw], sliding: list[GroupDraw], draft: list[GroupDraw]) -> None:
+    def start(self, archetype: str, full: list[GroupDraw], sliding: list[GroupDraw], draft: list[GroupDraw]) -> None:
         target = (full + sliding) or [GroupDraw(page_tokens=4, slot_bytes=1)]
-        kind = FOOTPRINTS[method]
+        kind = ARCHETYPES[archetype]
         shape = DrafterShape(
             groups=tuple(g.spec(f"draft{i}") for i, g in enumerate(draft)) if kind.owns_kv else (),
             taps=(1,) if kind.reads_taps else (),
         )
         layout = KVLayout(
-            target=tuple(g.spec(f"target{i}") for i, g in enumerate(target)), footprint=footprint_for(method, shape)
+            target=tuple(g.spec(f"target{i}") for i, g in enumerate(target)),
+            footprint=kind.declare(archetype, shape),
         )
         config = KVConfig(
             arena_pages=(PAGES,) * len(layout.arena_page_bytes), max_model_len=MAX_LEN + 20, step_tokens=16
@@ -131,8 +132,8 @@ class KVMachine(RuleBasedStateMachine):
             return
         if not sequence.drafting and self.footprint.groups:
             k = 0
-        row = StepRow(
-            request=sequence.id,
+        row = ScheduledRequest(
+            sequence_id=sequence.id,
             epoch=0,
             start=sequence.committed,
             num_rows=count,
@@ -144,7 +145,7 @@ class KVMachine(RuleBasedStateMachine):
             proposed=self.proposed[sequence.id],
             feed_to=None,
         )
-        plan = StepPlan(step=self.step, rows=(row,), kv=self.kv.take_plan(self.step))
+        plan = StepPlan(step=self.step, scheduled=(row,), kv=self.kv.take_plan(self.step))
         verdict = self.device.run(plan)
         self.kv.complete(self.step)
         self.step += 1

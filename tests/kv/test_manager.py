@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from random import Random
 
 import pytest
 from tests.kv.fakes import (
-    METHODS_WITH_KV,
+    ARCHETYPES_WITH_KV,
     OTHER,
     Hand,
-    assert_at_rest,
     available,
     drafter,
     full,
@@ -25,8 +23,7 @@ from outrider.errors import AdmissionError, OutOfPages
 from outrider.kv import KVManager
 from outrider.kv.intervals import page_count
 from outrider.kv.ledger import SequenceKV
-from outrider.kv.manager import ROOTS_MAX
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.plan import PageCopy
 from outrider.kv.sizing import worst_case_pages
 
@@ -36,50 +33,16 @@ def snapshot(kv: KVManager, sequence: SequenceKV) -> object:
     return groups, available(kv), [list(arena.refs) for arena in kv.pool.arenas]
 
 
-def test_salts_that_clients_make_up_are_not_kept_for_ever() -> None:
-    kv = make_manager(full())
-    for number in range(ROOTS_MAX + 10):
-        kv.close(kv.open(str(number), array("I", [1, 2]), total_tokens=4, salt=str(number)))
-    assert kv._root.cache_info().currsize == ROOTS_MAX
-
-
 # ---- windows -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
-def test_a_window_frees_behind_the_committed_end_and_never_behind_the_speculative_one(window: int, method: str) -> None:
-    hand = Hand(make_manager(sliding(window, page=4), footprint=drafter(method, sliding(window, "d", page=4))))
-    kv = hand.kv
-    sequence = hand.admit(ids(6), total=200, k=30)
-    sequence.tokens.append(5)
-    rng, v = Random(window), 6
-    hand.advance(sequence, v)
-    while v < 120:
-        planned = v + rng.randint(1, 31)
-        kv.reserve(sequence, planned, kv.layout.footprint.reserve_end(v=planned, k=30))
-        assert sequence.committed == v
-        self_held = held_pages(kv, sequence, 0)
-        v += rng.randint(1, planned - v)
-        sequence.tokens.extend([3] * (v + 1 - len(sequence.tokens)))
-        plan = hand.plan()
-        kv.commit(sequence, v)
-        for g in range(len(kv.layout.groups)):
-            held = held_pages(kv, sequence, g)
-            first = max(0, v - window + 1) // 4
-            assert min(held, default=first) == min(first, max(self_held) + 1)
-            assert all(n in held for n in range(first, page_count(v, 4)))
-        hand.done(plan)
-        kv.check_integrity()
-
-
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("archetype", ["nothing", "chain_from_tokens", "chain_from_taps", "block_from_taps"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
 def test_each_page_is_published_and_freed_by_the_very_commit_that_allows_it(
-    method: str, order: tuple[int, ...]
+    archetype: str, order: tuple[int, ...]
 ) -> None:
     groups = [full("f", page=4), sliding(6, "a", page=4), sliding(11, "b", page=4, slot_bytes=2)]
-    hand, watch = watched(*(groups[place] for place in order), footprint=drafter(method, page=4))
+    hand, watch = watched(*(groups[place] for place in order), footprint=drafter(archetype, page=4))
     kv = hand.kv
     sequence = hand.prefill(ids(5))
     for token in range(40):
@@ -89,13 +52,6 @@ def test_each_page_is_published_and_freed_by_the_very_commit_that_allows_it(
             end = v if g < kv.layout.num_target else kv.layout.footprint.durable_end(v)
             assert watch.numbers(sequence, g) == list(range(end // 4)), (v, spec.name)
             assert sequence.groups[g].first_page == spec.kind.needed(v).start // 4, (v, spec.name)
-
-
-def test_a_full_group_frees_nothing_behind() -> None:
-    hand = Hand(make_manager(full(page=4), sliding(4, page=4)))
-    sequence = hand.prefill(ids(40))
-    assert sorted(held_pages(hand.kv, sequence, 0)) == list(range(10))
-    assert sorted(held_pages(hand.kv, sequence, 1)) == [9]
 
 
 def test_a_window_page_that_left_is_still_in_the_index() -> None:
@@ -142,9 +98,9 @@ def test_groups_of_one_arena_are_counted_together() -> None:
 
 
 @pytest.mark.parametrize("slot_bytes", [1, 2], ids=["one arena", "two arenas"])
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_a_shortage_of_draft_pages_drops_the_drafter_and_never_raises(method: str, slot_bytes: int) -> None:
-    hand = Hand(make_manager(full(page=8), footprint=drafter(method, slot_bytes=slot_bytes), pages=8))
+@pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
+def test_a_shortage_of_draft_pages_drops_the_drafter_and_never_raises(archetype: str, slot_bytes: int) -> None:
+    hand = Hand(make_manager(full(page=8), footprint=drafter(archetype, slot_bytes=slot_bytes), pages=8))
     kv = hand.kv
     sequence = hand.prefill(ids(16), total=32)
     target = held_pages(kv, sequence, 0)
@@ -169,7 +125,7 @@ def test_a_shortage_of_draft_pages_drops_the_drafter_and_never_raises(method: st
 
 def test_a_draft_hit_that_does_not_fit_is_dropped_and_the_target_hit_stays() -> None:
     """The draft group would need a page to copy into, and there is none."""
-    hand = Hand(make_manager(full(page=8), footprint=drafter("eagle", slot_bytes=2), pages=(16, 4)))
+    hand = Hand(make_manager(full(page=8), footprint=drafter("chain_from_taps", slot_bytes=2), pages=(16, 4)))
     kv = hand.kv
     hand.serve(ids(32), total=32)
     held = kv.pool.acquire(1, 1)
@@ -199,32 +155,7 @@ def test_admission_that_finds_no_page_for_its_copy_holds_nothing() -> None:
     assert kv.admit(sequence).hit == 20
 
 
-@pytest.mark.parametrize(("target", "draft_page"), [((1, 64), 1), ((64, 1), 1), ((64,), 1), ((1,), 64)], ids=str)
-def test_unused_room_comes_back_after_a_rejected_stretch(target: tuple[int, ...], draft_page: int) -> None:
-    groups = [full(f"g{page}", page=page) for page in target]
-    hand = Hand(make_manager(*groups, footprint=drafter("dflash", page=draft_page), pages=256))
-    kv = hand.kv
-    sequence = hand.prefill(ids(16), k=3, total=64)
-    kv.reserve(sequence, 40, 44)
-    sequence.tokens.append(5)
-    kv.commit(sequence, 17)
-    # Room for the next step of the same shape may stay: one row, three drafts, a block of four.
-    for g, spec in enumerate(kv.layout.groups):
-        ahead = 4 if g < kv.layout.num_target else 8
-        assert len(sequence.groups[g].pages) <= page_count(17 + ahead, spec.page_tokens) + 1, spec.name
-    kv.check_integrity()
-
-
-def test_a_closed_sequence_is_dropped_from_the_runners_tables() -> None:
-    hand = Hand(make_manager(full(page=8)))
-    sequence = hand.prefill(ids(20))
-    assert sequence.id in hand.tables
-    hand.kv.close(sequence)
-    assert hand.plan().forgotten == (sequence.id,)
-    assert sequence.id not in hand.tables
-
-
-# ---- forks and rewinds ---------------------------------------------------------------------------------
+# ---- forks ---------------------------------------------------------------------------------------------
 
 
 def fork_at(hand: Hand, parent: SequenceKV, end: int, token: int) -> SequenceKV:
@@ -233,10 +164,10 @@ def fork_at(hand: Hand, parent: SequenceKV, end: int, token: int) -> SequenceKV:
     return child
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("archetype", ["nothing", "chain_from_tokens", "chain_from_taps", "block_from_taps"])
 @pytest.mark.parametrize("length", [15, 16, 17, 20, 23, 24])
-def test_a_fork_shares_whole_pages_and_copies_the_one_both_would_write(method: str, length: int) -> None:
-    hand = Hand(make_manager(full(page=8), footprint=drafter(method)))
+def test_a_fork_shares_whole_pages_and_copies_the_one_both_would_write(archetype: str, length: int) -> None:
+    hand = Hand(make_manager(full(page=8), footprint=drafter(archetype)))
     kv = hand.kv
     reach = kv.layout.footprint.token_reach
     parent = hand.prefill(ids(length))
@@ -260,33 +191,10 @@ def test_a_fork_shares_whole_pages_and_copies_the_one_both_would_write(method: s
     kv.check_integrity()
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
-def test_forks_go_their_own_ways_and_give_everything_back(method: str) -> None:
-    hand, watch = watched(full(page=8), sliding(6, page=4), footprint=drafter(method))
-    kv = hand.kv
-    parent = hand.admit(ids(21))
-    parent.tokens.append(1)
-    kv.reserve(parent, 21, 21 + kv.layout.footprint.durable_lead)
-    plan = hand.plan()
-    kv.commit(parent, 21, keep_window=True)
-    children = [fork_at(hand, parent, 21, OTHER + number) for number in range(3)]
-    hand.done(plan)
-    for sequence in (parent, *children):
-        hand.decode(sequence, [len(sequence.id) + step for step in range(12)])
-        kv.check_integrity()
-    for sequence in (children[1], parent, children[2], children[0]):
-        kv.close(sequence)
-        hand.settle()
-    assert_at_rest(kv)
-    # Page 2 holds the first token that differs.
-    assert watch.numbers(parent, 0) == [0, 1, 2, 3]
-    assert watch.numbers(children[0], 0) == [2, 3]
-
-
 @pytest.mark.parametrize("length", [20, 22, 24])
 def test_a_fork_below_a_gap_publishes_no_page_that_the_gap_reaches_into(length: int) -> None:
     """Draft slots below `low` were never written: not in the parent, so not in its forks."""
-    hand, watch = watched(full(page=8), footprint=drafter("dflash"))
+    hand, watch = watched(full(page=8), footprint=drafter("block_from_taps"))
     hand.serve(ids(40), may_draft=False)
     parent = hand.prefill(ids(21))
     assert parent.groups[1].low == 20
@@ -304,7 +212,7 @@ def test_a_fork_below_a_gap_publishes_no_page_that_the_gap_reaches_into(length: 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17])
 @pytest.mark.parametrize("length", [15, 16, 17, 23, 24, 25])
 def test_tap_rows_of_a_fork_find_the_window_that_they_read(window: int, length: int) -> None:
-    hand = Hand(make_manager(sliding(window, page=8), footprint=drafter("eagle")))
+    hand = Hand(make_manager(sliding(window, page=8), footprint=drafter("chain_from_taps")))
     kv = hand.kv
     parent = hand.admit(ids(length))
     parent.tokens.append(1)
@@ -315,11 +223,11 @@ def test_tap_rows_of_a_fork_find_the_window_that_they_read(window: int, length: 
     hand.plan()
     assert child.draft_end == length - 1
     first = max(0, length - 1 - window + 1)
-    assert SINK not in hand.tables.table(child.id, 0)[first // 8 : page_count(length, 8)]
+    assert NULL_PAGE not in hand.tables.table(child.id, 0)[first // 8 : page_count(length, 8)]
 
 
 def test_a_fork_without_room_for_its_draft_pages_goes_on_without_a_drafter() -> None:
-    hand = Hand(make_manager(full(page=8), footprint=drafter("dflash", slot_bytes=2), pages=(16, 4)))
+    hand = Hand(make_manager(full(page=8), footprint=drafter("block_from_taps", slot_bytes=2), pages=(16, 4)))
     parent = hand.prefill(ids(20), total=24)
     taken = hand.kv.pool.acquire(1, 1)
     child = fork_at(hand, parent, 20, OTHER)
@@ -341,57 +249,6 @@ def test_a_fork_without_room_for_its_target_page_holds_nothing() -> None:
     assert child.groups[0].held() == []
     hand.kv.pool.release(0, taken)
     hand.kv.check_integrity()
-
-
-@pytest.mark.parametrize("end", [16, 17, 20, 23])
-def test_rewinding_into_a_published_page_copies_it_first(end: int) -> None:
-    hand = Hand(make_manager(full(page=8), footprint=drafter("dflash")))
-    kv = hand.kv
-    sequence = hand.prefill(ids(28))
-    before = [held_pages(kv, sequence, g) for g in (0, 1)]
-    kv.rewind(sequence, end)
-    assert sequence.committed == sequence.draft_end == end
-    copies = {copy.group: copy for copy in hand.settle().copies}
-    for g in (0, 1):
-        after = held_pages(kv, sequence, g)
-        assert hand.tables.table(sequence.id, g)[: len(after)] == list(after.values())
-        assert sorted(after) == list(range(page_count(end, 8)))
-        assert {n: after[n] for n in (0, 1)} == {n: before[g][n] for n in (0, 1)}
-        if end % 8:
-            assert copies[g] == PageCopy(g, before[g][2], after[2], 0, end - 16)
-            assert not kv.pool.arena(g).published[after[2]]
-        else:
-            assert g not in copies
-    del sequence.tokens[end:]
-    sequence.tokens.append(OTHER)
-    hand.decode(sequence, range(12))
-    kv.check_integrity()
-    # The old page still serves the old prompt, the new one the new text.
-    assert hand.admit(ids(28)).hit == 24
-    assert hand.admit(sequence.tokens[:24]).hit == 23
-
-
-def test_rewinding_below_a_gap_publishes_no_page_that_the_gap_reaches_into() -> None:
-    hand, watch = watched(full(page=8), footprint=drafter("dflash"))
-    hand.serve(ids(40), may_draft=False)
-    sequence = hand.prefill(ids(21))
-    assert sequence.groups[1].low == 20
-    hand.decode(sequence, range(9))
-    hand.kv.rewind(sequence, 22)
-    del sequence.tokens[23:]
-    hand.settle()
-    hand.decode(sequence, range(12))
-    assert 2 not in watch.numbers(sequence, 1)
-
-
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-@pytest.mark.parametrize("end", [16, 19])
-def test_a_rewind_keeps_no_draft_slot_that_saw_a_forgotten_token(method: str, end: int) -> None:
-    hand = Hand(make_manager(full(page=8), footprint=drafter(method)))
-    sequence = hand.prefill(ids(28))
-    hand.kv.rewind(sequence, end)
-    # Slot p saw tokens[: p + 1 + reach], and only tokens[:end] are left.
-    assert sequence.draft_end + hand.kv.layout.footprint.token_reach <= end
 
 
 # ---- a step in flight ----------------------------------------------------------------------------------
@@ -433,20 +290,7 @@ def test_each_step_gives_back_only_what_was_let_go_before_the_next_one_was_plann
     assert available(kv) == [8]
 
 
-def test_a_window_page_that_a_step_in_flight_reads_waits_for_it() -> None:
-    hand = Hand(make_manager(sliding(4, page=4), prefix_caching=False))
-    kv = hand.kv
-    sequence = hand.admit(ids(9))
-    kv.reserve(sequence, 9, 0)
-    before = available(kv)
-    plan = hand.plan()
-    kv.commit(sequence, 9)
-    assert available(kv) == before
-    hand.done(plan)
-    assert available(kv) == [before[0] + 1]
-
-
-def test_a_copy_that_no_plan_took_does_not_land_in_somebody_elses_page() -> None:
+def test_a_copy_that_no_plan_took_does_not_land_in_a_page_of_another_sequence() -> None:
     hand = Hand(make_manager(full(page=8), pages=6))
     kv = hand.kv
     hand.serve(ids(16), total=16)
@@ -477,19 +321,19 @@ def test_a_window_needs_room_for_the_window_and_a_step_not_for_the_length() -> N
 
 
 def test_draft_groups_that_never_fit_do_not_refuse_the_request() -> None:
-    kv = make_manager(full(page=8), footprint=drafter("dflash", slot_bytes=2), pages=(20, 3))
+    kv = make_manager(full(page=8), footprint=drafter("block_from_taps", slot_bytes=2), pages=(20, 3))
     kv.open("target fits", ids(8), total_tokens=100, k=3)
     assert not kv.draft_fits(100, 3)
     assert kv.draft_fits(10, 3)
 
 
-@pytest.mark.parametrize("method", ["none", *METHODS_WITH_KV])
+@pytest.mark.parametrize("archetype", ["nothing", *ARCHETYPES_WITH_KV])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 17])
-def test_what_was_admitted_runs_to_its_end_in_exactly_the_worst_case(method: str, window: int | None) -> None:
+def test_what_was_admitted_runs_to_its_end_in_exactly_the_worst_case(archetype: str, window: int | None) -> None:
     """Alone in arenas of the size that admission asks for, with every chunk and every draft length."""
     group = full(page=4) if window is None else sliding(window, page=4)
     for total, k, step in ((40, 0, 8), (61, 3, 16), (33, 5, 3)):
-        config = {"step_tokens": step, "footprint": drafter(method, page=4)}
+        config = {"step_tokens": step, "footprint": drafter(archetype, page=4)}
         probe = make_manager(group, pages=500, **config)
         worst = worst_case_pages(probe.layout, probe.config, total, k, draft=True)
         kv = make_manager(group, pages=tuple(worst), **config)

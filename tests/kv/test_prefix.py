@@ -44,12 +44,6 @@ def test_a_changed_token_changes_its_block_and_all_after_it(place: int) -> None:
     assert len(set(bases(tokens) + bases(other))) == 7 + 6 - place // 4
 
 
-def test_only_whole_blocks_have_a_base() -> None:
-    for length in range(13):
-        assert len(bases(ids(length))) == 1 + length // 4
-    assert bases(ids(12)) == bases(ids(15))
-
-
 def test_extending_bit_by_bit_equals_extending_at_once() -> None:
     rng, tokens = Random(0), ids(64)
     media = (Media(10, 17, b"m" * 32),)
@@ -61,22 +55,9 @@ def test_extending_bit_by_bit_equals_extending_at_once() -> None:
     assert chain.bases == bases(tokens, media=media)
 
 
-@pytest.mark.parametrize("end", range(0, 24))
-def test_truncating_forgets_every_block_that_is_not_wholly_below(end: int) -> None:
-    tokens = ids(24)
-    chain = Chain(ROOT, 4)
-    chain.extend(tokens, 24)
-    chain.truncate(end)
-    assert len(chain.bases) == 1 + end // 4
-    for place in range(end, 24):
-        tokens[place] += 5000
-    chain.extend(tokens, 24)
-    assert chain.bases == bases(tokens)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_hashed_before_give_the_same_bases_and_keys(seed: int) -> None:
-    """Sequences that share prefixes of any length, extended bit by bit, truncated, and keyed for several groups."""
+    """Sequences that share prefixes of any length, extended bit by bit, forgotten, and keyed for several groups."""
     rng, known, stem = Random(seed), KnownRuns(), ids(300)
     for _ in range(20):
         shared = rng.randrange(300)
@@ -86,9 +67,8 @@ def test_runs_hashed_before_give_the_same_bases_and_keys(seed: int) -> None:
             end = rng.randrange(301)
             for each in (chain, plain):
                 each.extend(tokens, end)
-                if rng.random() < 0.3:
-                    chain.truncate(end // 2)
-                    plain.truncate(end // 2)
+            if rng.random() < 0.3:
+                chain.forget()
         for each in (chain, plain):
             each.extend(tokens, 300)
         assert chain.bases == plain.bases
@@ -157,14 +137,6 @@ def test_another_tenant_or_adapter_gets_no_hit(other: dict[str, str]) -> None:
 # ---- media ---------------------------------------------------------------------------------------------
 
 
-def test_media_positions_hash_their_content() -> None:
-    tokens = ids(24)
-    cat, dog = (Media(6, 10, b"c" * 32),), (Media(6, 10, b"d" * 32),)
-    assert bases(tokens, media=cat) == bases(tokens, media=cat)
-    assert common(bases(tokens, media=cat), bases(tokens, media=dog)) == 1
-    assert common(bases(tokens, media=cat), bases(tokens)) == 1
-
-
 @pytest.mark.parametrize(
     ("here", "there", "shared_blocks"),
     [
@@ -206,7 +178,7 @@ def test_a_page_with_media_is_never_shared_in_part() -> None:
 def test_grain_is_the_greatest_common_divisor_of_all_page_sizes(sizes: tuple[int, ...], grain: int) -> None:
     target = tuple(full(f"g{size}", page=size) for size in sizes)
     assert KVLayout(target=target).grain == grain
-    with_drafter = KVLayout(target=target[:1], footprint=drafter("eagle", *target[1:], page=sizes[0]))
+    with_drafter = KVLayout(target=target[:1], footprint=drafter("chain_from_taps", *target[1:], page=sizes[0]))
     assert with_drafter.grain == grain
 
 
@@ -225,7 +197,7 @@ def test_groups_with_other_page_sizes_find_their_own_pages() -> None:
 
 def test_tags_tell_every_group_from_every_other() -> None:
     def owner(**more: object) -> KVFootprint:
-        return replace(drafter("eagle"), **more)
+        return replace(drafter("chain_from_taps"), **more)
 
     tags = [
         group_tag(full("g"), reach=0, owner=None),
@@ -305,29 +277,3 @@ def test_closest_page_equals_a_comparison_with_every_sibling(seed: int, alphabet
             assert above == parent
             assert content[: 4 * agree] == wanted[: 4 * agree]
     assert len(index) == len(entries)
-
-
-def test_a_removed_page_is_found_no_more() -> None:
-    index = GroupIndex(PageRecords(200))
-    contents = [array("I", [1, 2, last]).tobytes() for last in range(4)]
-    for page, content in enumerate(contents, start=1):
-        index.insert([(page, digest(content), PARENT, content)])
-    for page, content in enumerate(contents, start=1):
-        assert index.closest(PARENT, content) == (page, 3)
-        index.remove([page])
-        assert digest(content) not in index.pages
-        found, agree = index.closest(PARENT, content)
-        assert found != page
-        assert agree == (2 if page < 4 else 0)
-    assert len(index) == 0
-
-
-def test_a_cleared_index_finds_nothing() -> None:
-    index = GroupIndex(PageRecords(200))
-    content = array("I", [1, 2]).tobytes()
-    index.insert([(1, digest(b"a"), PARENT, content), (2, digest(b"b"), digest(b"a"), content + content)])
-    index.clear()
-    assert len(index) == 0
-    assert index.closest(PARENT, content) == (0, 0)
-    index.insert([(5, digest(b"a"), PARENT, content)])
-    assert index.closest(PARENT, content) == (5, 2)

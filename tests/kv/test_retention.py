@@ -5,20 +5,20 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from tests.kv.fakes import Hand, Watch, drafter, full, held_pages, ids, sliding, watched
+from tests.kv.fakes import OTHER, Hand, Watch, drafter, full, held_pages, ids, sliding, watched
 
 from outrider.errors import ConfigError
-from outrider.kv import Interval, KVConfig, KVFootprint, KVLayout
+from outrider.kv import Interval, KVFootprint, KVLayout
 from outrider.kv.retention import DENSE, TAIL, Retention, RetentionMask
 
 WINDOWS = (1, 7, 8, 9, 31, 32, 33, 100)
 DRAFTERS = {
-    "none": drafter("none"),
-    "reach 1": drafter("eagle"),
-    "reach 1, sliding": drafter("mtp", sliding(8, "draft")),
-    "reach 0": drafter("dflash"),
-    "reach 0, sliding": drafter("dflash", sliding(20, "draft")),
-    "rebuilt": drafter("draft_model"),
+    "nothing": drafter("nothing"),
+    "reach 1": drafter("chain_from_taps"),
+    "reach 1, sliding": drafter("chain_from_taps", sliding(8, "draft")),
+    "reach 0": drafter("block_from_taps"),
+    "reach 0, sliding": drafter("block_from_taps", sliding(20, "draft")),
+    "rebuilt": drafter("chain_from_tokens"),
 }
 
 
@@ -44,7 +44,7 @@ def worth_keeping(window: int, page: Interval, boundaries: list[int], reach: int
 @pytest.mark.parametrize(("page_tokens", "alignment_page"), [(8, 8), (8, 32), (4, 32), (16, 32), (1, 32), (32, 8)])
 def test_the_mask_equals_asking_every_boundary(window: int, page_tokens: int, alignment_page: int) -> None:
     groups = (full(page=alignment_page), sliding(window, page=page_tokens))
-    for footprint in (drafter("ngram"), drafter("dflash"), drafter("eagle")):
+    for footprint in (drafter("lookup"), drafter("block_from_taps"), drafter("chain_from_taps")):
         layout = KVLayout(target=groups, footprint=footprint)
         alignment = layout.alignment
         assert alignment == max(page_tokens, alignment_page)
@@ -76,40 +76,6 @@ def test_the_mask_equals_asking_every_boundary(window: int, page_tokens: int, al
                 assert len(kept) == stop
 
 
-@pytest.mark.parametrize("retention", [DENSE, TAIL, Retention(every=64)])
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle", "mtp", "dflash"])
-def test_a_drafter_never_changes_what_target_groups_keep(method: str, retention: Retention) -> None:
-    target = (full(page=32), sliding(8, page=8))
-    plain = RetentionMask(KVLayout(target=target), retention)
-    mask = RetentionMask(KVLayout(target=target, footprint=drafter(method)), retention)
-    for group in (0, 1):
-        for number in range(16):
-            assert mask.keeps(group, number, (96,)) == plain.keeps(group, number, (96,))
-    for end in range(200):
-        assert mask.held_from(1, end, 0) == plain.held_from(1, end, 0)
-
-
-def test_pages_that_can_serve_no_hit_are_not_kept() -> None:
-    layout = KVLayout(target=(full(page=32), sliding(8, page=8)))
-    # Under [b - 8 + 1 - 2, b) for b = 32, 64: pages 2 and 3 of every four.
-    dense = RetentionMask(layout, DENSE)
-    assert [dense.keeps(1, number, ()) for number in range(8)] == [False, False, True, True] * 2
-    assert dense.keeps_all == (True, False)
-    tail = RetentionMask(layout, TAIL)
-    assert [number for number in range(16) if tail.keeps(1, number, (64,))] == [6, 7]
-    every = RetentionMask(layout, Retention(every=50))
-    # Rounded up to the alignment: 64, 128.
-    assert [number for number in range(16) if every.keeps(1, number, ())] == [6, 7, 14, 15]
-
-
-def test_sibling_groups_of_one_kind_share_one_mask() -> None:
-    layout = KVLayout(target=(full(page=32), sliding(20, "a"), sliding(20, "b"), sliding(20, "c", slot_bytes=4)))
-    for retention in (DENSE, TAIL):
-        mask = RetentionMask(layout, retention)
-        for number in range(16):
-            assert len({mask.keeps(group, number, (64,)) for group in (1, 2, 3)}) == 1
-
-
 @pytest.mark.parametrize("retention", [DENSE, TAIL, Retention(every=96)])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_page_is_freed_at_the_first_end_that_does_not_hold_it(window: int, retention: Retention) -> None:
@@ -134,8 +100,6 @@ def test_settings_are_names_or_tokens() -> None:
     for wrong in ("dens", "", 0, -4, True, None, 2.5, "-3", "1e3"):
         with pytest.raises(ConfigError, match="dense, tail, or an interval in tokens"):
             Retention.of(wrong)
-    with pytest.raises(ConfigError, match="must be a Retention"):
-        KVConfig(arena_pages=(4,), retention="tail")  # type: ignore[arg-type]
 
 
 # ---- hits under each policy ----------------------------------------------------------------------------
@@ -156,15 +120,6 @@ def mixed(window: int, footprint: KVFootprint, retention: object, **more: object
 
 
 POLICIES = ("dense", "tail", 96)
-
-
-@pytest.mark.parametrize("retention", POLICIES)
-def test_a_second_request_hits_the_same_boundary_with_and_without_a_drafter(retention: object) -> None:
-    for name, footprint in DRAFTERS.items():
-        hand, _watch = mixed(8, footprint, retention)
-        hand.serve(ids(128))
-        assert hand.admit(ids(128)).hit == 127, name
-        assert hand.admit(ids(128) + ids(20, seed=1)).hit == 128, name
 
 
 @pytest.mark.parametrize("retention", POLICIES)
@@ -192,7 +147,7 @@ def test_a_fully_cached_prompt_recomputes_one_token_at_every_aligned_length(wind
 
 @pytest.mark.parametrize("retention", POLICIES)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_the_end_of_a_text_is_hit_by_whoever_goes_on_there(window: int, retention: object) -> None:
+def test_the_end_of_a_text_is_hit_by_its_continuation(window: int, retention: object) -> None:
     """The next turn of a conversation: the prompt, the answer, and more."""
     for generated in (1, 30, 31, 32, 33, 63, 70):
         hits = set()
@@ -218,13 +173,13 @@ def test_what_two_prompts_share_is_kept_for_the_third(footprint: KVFootprint) ->
         hits.append(sequence.hit)
         hand.kv.close(sequence)
         hand.settle()
-    # Nobody knows at first that it is shared; the second one sees it, and keeps the boundary before 150.
+    # The second prompt shows that the prefix is shared, and keeps the boundary before 150.
     assert hits == [0, 0, 128, 128]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_ends_alone_are_kept_of_a_long_text(window: int) -> None:
-    hand, watch = mixed(window, drafter("eagle"), "tail")
+    hand, watch = mixed(window, drafter("chain_from_taps"), "tail")
     sequence = hand.prefill(ids(300))
     hand.decode(sequence, ids(100, seed=2))
     kept = {n for b in (288,) for n in range(max(0, b - window - 1) // 8, b // 8)}
@@ -239,7 +194,7 @@ def test_ends_alone_are_kept_of_a_long_text(window: int) -> None:
 @pytest.mark.parametrize("generated", [1, 5])
 def test_an_end_is_kept_of_what_arrived_and_not_of_the_page_that_arrived_in_part(generated: int) -> None:
     """A peer sends what lies under the window, from the middle of a page on."""
-    hand, watch = mixed(20, drafter("none"), "tail")
+    hand, watch = mixed(20, drafter("nothing"), "tail")
     sequence = hand.open(ids(65), total=100)
     loads = hand.kv.admit(sequence, remote={g: Interval(0, 64) for g in (0, 1)}).loads
     hand.settle()
@@ -256,7 +211,7 @@ def test_an_end_is_kept_of_what_arrived_and_not_of_the_page_that_arrived_in_part
 
 
 def test_a_sequence_that_fails_leaves_no_end() -> None:
-    hand, watch = mixed(8, drafter("none"), "tail")
+    hand, watch = mixed(8, drafter("nothing"), "tail")
     sequence = hand.prefill(ids(100))
     hand.decode(sequence, ids(60, seed=2))
     before = watch.numbers(sequence, 1)
@@ -286,7 +241,7 @@ def test_a_running_sequence_holds_its_window_and_little_more(window: int, retent
 def test_stretches_of_nothing_are_passed_over_and_nothing_else(seed: int) -> None:
     """A sliding group's search skips what is not there; every page that it could use stops it."""
     rng = Random(seed)
-    hand, _watch = mixed(rng.choice((5, 40)), drafter("none"), "tail")
+    hand, _watch = mixed(rng.choice((5, 40)), drafter("nothing"), "tail")
     stem = list(ids(900))
     for _ in range(6):
         parted = rng.randrange(900)
@@ -307,7 +262,7 @@ def test_where_the_target_can_be_hit_anywhere_a_drafter_keeps_its_window_everywh
     """The target's pages are longer than the drafter's: hits end inside them, and between boundaries."""
     hand, watch = watched(
         full(page=16),
-        footprint=drafter("dflash", sliding(window, "draft", page=8)),
+        footprint=drafter("block_from_taps", sliding(window, "draft", page=8)),
         pages=200,
         retention=Retention.of(retention),
     )
@@ -320,3 +275,31 @@ def test_where_the_target_can_be_hit_anywhere_a_drafter_keeps_its_window_everywh
         assert run.start <= max(0, shared - window + 1)
         hand.kv.close(sequence)
         hand.settle()
+
+
+@pytest.mark.parametrize("retention", POLICIES)
+@pytest.mark.parametrize("archetype", ["chain_from_taps", "block_from_taps", "chain_from_tokens"])
+@pytest.mark.parametrize(("window", "draft_window"), [(200, 8), (40, 8), (40, 60), (20, 3)])
+def test_wherever_the_target_hits_a_drafter_finds_its_whole_window(
+    window: int, draft_window: int, archetype: str, retention: object
+) -> None:
+    """The target's pages for an end serve hits before it too: in its first window, anywhere.
+
+    At the earliest of these hits the row that would feed a reaching drafter's last slot finds no window to read.
+    """
+    footprint = drafter(archetype, sliding(draft_window, "draft", page=4))
+    hand, _watch = mixed(window, footprint, retention)
+    text = hand.prefill(ids(100))
+    hand.decode(text, ids(70, seed=5))
+    known = list(text.tokens)
+    hand.kv.close(text)
+    hand.settle()
+    found = 0
+    for shared in range(1, len(known)):
+        hit, views = hand.kv.search(hand.open([*known[:shared], OTHER, OTHER]), shared, draft=True)
+        if hit.end == 0 or not views[1].holds(views[1].spec.kind.needed(hit.end, footprint.token_reach)):
+            continue
+        found += 1
+        assert hit.end - footprint.token_reach <= hit.draft[0].end <= hit.end
+        assert hit.draft[0].start <= views[2].spec.kind.needed(hit.draft[0].end).start, hit
+    assert found > 20

@@ -12,7 +12,7 @@ from outrider.kv.intervals import page_count
 @pytest.mark.parametrize("accepted", [0, 1, 5])
 def test_a_request_that_lost_its_drafter_gives_back_what_its_drafts_reserved(size: int, accepted: int) -> None:
     k = 6
-    hand = Hand(make_manager(full(page=size), footprint=drafter("eagle", page=size), pages=400))
+    hand = Hand(make_manager(full(page=size), footprint=drafter("chain_from_taps", page=size), pages=400))
     sequence = hand.prefill(ids(9), k=k)
     end = sequence.committed + 1 + k
     hand.kv.reserve(sequence, end, hand.kv.layout.footprint.reserve_end(v=end, k=k))
@@ -29,7 +29,7 @@ def test_a_request_that_lost_its_drafter_gives_back_what_its_drafts_reserved(siz
 
 def test_a_request_that_drafts_keeps_what_its_next_step_asks_for() -> None:
     k = 6
-    hand = Hand(make_manager(full(page=1), footprint=drafter("eagle", page=1), pages=400))
+    hand = Hand(make_manager(full(page=1), footprint=drafter("chain_from_taps", page=1), pages=400))
     sequence = hand.prefill(ids(9), k=k)
     end = sequence.committed + 1 + k
     hand.kv.reserve(sequence, end, hand.kv.layout.footprint.reserve_end(v=end, k=k))
@@ -38,22 +38,10 @@ def test_a_request_that_drafts_keeps_what_its_next_step_asks_for() -> None:
     assert len(sequence.groups[0].pages) == end
 
 
-def test_a_request_that_drafts_again_after_preemption_reserves_for_its_drafts_again() -> None:
-    hand = Hand(make_manager(full(page=1), footprint=drafter("eagle", page=1), pages=400))
-    sequence = hand.prefill(ids(9), k=3)
-    before = sequence.target_headroom
-    hand.kv.drop_draft(sequence)
-    assert sequence.target_headroom == 1 < before
-    hand.kv.release(sequence)
-    hand.kv.admit(sequence)
-    assert sequence.drafting
-    assert sequence.target_headroom == before
-
-
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_request_let_in_without_its_drafter_keeps_no_pages_for_drafts(fork: bool) -> None:
     """What it reserved for a chunk that then found fewer rows comes back, and so it does for its forks."""
-    hand = Hand(make_manager(full(page=2), footprint=drafter("eagle", page=2), pages=400))
+    hand = Hand(make_manager(full(page=2), footprint=drafter("chain_from_taps", page=2), pages=400))
     sequence = hand.prefill(ids(8), k=6, may_draft=False)
     if fork:
         child = hand.open([*ids(8), 1], k=6)
@@ -69,7 +57,7 @@ def test_a_request_let_in_without_its_drafter_keeps_no_pages_for_drafts(fork: bo
 
 
 def test_a_drafter_without_kv_keeps_pages_for_what_it_looks_up() -> None:
-    hand = Hand(make_manager(full(page=2), footprint=drafter("ngram"), pages=400))
+    hand = Hand(make_manager(full(page=2), footprint=drafter("lookup"), pages=400))
     sequence = hand.prefill(ids(8), k=6)
     hand.kv.reserve(sequence, 15, 0)
     sequence.tokens.append(1)

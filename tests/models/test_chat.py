@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ def test_extra_variables_reach_the_template() -> None:
     assert template.render(CHAT, enable_thinking=False) == "False <s>"
 
 
-def test_the_date_is_todays() -> None:
-    assert ChatTemplate("{{ strftime_now('%Y') }}", source="here").render([]) == str(datetime.now().year)
-
-
 def test_a_template_for_tools_is_used_when_there_are_some() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "tools"}, source="here")
     assert (template.render(CHAT), template.render(CHAT, tools=TOOLS)) == ("plain", "tools")
@@ -122,6 +117,7 @@ def test_a_file_of_its_own_wins(tmp_path: Path) -> None:
     template = text_of_directory(directory, {}).chat_template
     assert template is not None
     assert template.render([]) == "file"
+    assert text_of_directory(directory_with(tmp_path / "none", {}), {}).chat_template is None
 
 
 def test_templates_in_the_tokenizers_settings(tmp_path: Path) -> None:
@@ -130,10 +126,6 @@ def test_templates_in_the_tokenizers_settings(tmp_path: Path) -> None:
     template = text_of_directory(directory, {}).chat_template
     assert template is not None
     assert (template.render([]), template.render([], tools=TOOLS)) == ("<s>", "tools")
-
-
-def test_models_without_a_template_have_none(tmp_path: Path) -> None:
-    assert text_of_directory(directory_with(tmp_path, {}), {}).chat_template is None
 
 
 @pytest.mark.parametrize("broken", [5, [{"name": "default"}], ["default"]])

@@ -1,47 +1,43 @@
-"""A decoder refuses operations that cannot do what its layers ask for."""
+"""A decoder refuses a backend that lacks what its layers need."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.engine.tiny import tiny_engine, tiny_model, tiny_spec
+from tests.backends.cases import decoder_parameters, decoder_spec
 
+from outrider.backends.base import Capability
+from outrider.backends.reference.backend import ReferenceBackend
 from outrider.errors import ConfigError
-from outrider.layers.ops import Ability, TorchOps
 from outrider.models.decoder import Decoder
 
-NEEDS: dict[Ability, tuple[dict[str, Any], str]] = {
-    Ability.CAUSAL: ({}, "causal attention"),
-    Ability.WINDOW: ({"windows": (8, None)}, "sliding windows of 8 tokens"),
-    Ability.SINKS: ({"sinks": True}, "attention sinks"),
-    Ability.SOFTCAP: ({"attention_softcap": 50.0}, "capped at 50"),
+NEEDS: dict[Capability, tuple[dict[str, Any], str]] = {
+    Capability.CAUSAL: ({}, "causal attention"),
+    Capability.WINDOW: ({"windows": (8, None)}, "sliding windows of 8 tokens"),
+    Capability.SINKS: ({"sinks": True}, "attention sinks"),
+    Capability.SOFTCAP: ({"attention_softcap": 50.0}, "capped at 50"),
 }
 
 
-class Limited(TorchOps):
+class Limited(ReferenceBackend):
     name = "limited"
 
-    def __init__(self, missing: Ability) -> None:
-        self.abilities = frozenset(Ability) - {missing}
+    def __init__(self, missing: Capability) -> None:
+        super().__init__()
+        self.capabilities = frozenset(Capability) - {missing}
 
 
 @pytest.mark.parametrize("missing", NEEDS)
-def test_what_operations_cannot_do_is_refused_by_name(missing: Ability) -> None:
+def test_a_missing_capability_is_refused_by_name(missing: Capability) -> None:
     changes, words = NEEDS[missing]
-    model = tiny_model(tiny_spec(**changes))
+    spec = decoder_spec(**changes)
     with pytest.raises(ConfigError) as caught:
-        Decoder(model.spec, model.parameters, Limited(missing), max_position=64)
-    assert all(word in str(caught.value) for word in (words, "'limited'", "ops='torch'"))
+        Decoder(spec, decoder_parameters(spec), Limited(missing), max_position=64)
+    assert all(word in str(caught.value) for word in (words, "'limited'", "backend='reference'"))
 
 
-def test_what_is_not_asked_for_need_not_be_there() -> None:
-    model = tiny_model()
-    for missing in NEEDS.keys() - {Ability.CAUSAL}:
-        Decoder(model.spec, model.parameters, Limited(missing), max_position=64)
-
-
-def test_an_engine_refuses_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchOps, "abilities", frozenset(Ability) - {Ability.WINDOW})
-    with pytest.raises(ConfigError, match="sliding windows of 8 tokens"):
-        tiny_engine(tiny_model(tiny_spec(windows=(8, None))))
+@pytest.mark.parametrize("missing", [need for need in NEEDS if need is not Capability.CAUSAL])
+def test_a_capability_that_no_layer_needs_may_be_missing(missing: Capability) -> None:
+    spec = decoder_spec()
+    Decoder(spec, decoder_parameters(spec), Limited(missing), max_position=64)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models.fakes import FAMILIES, edit_json, save, tiny_model, tiny_tokenizer
 
+from outrider.backends.reference.backend import ReferenceBackend
 from outrider.errors import ModelError
-from outrider.layers.ops import TorchOps
 from outrider.models.load import load_model
 from outrider.models.parameters import DecoderParameters, ExpertsMLP, LayerParameters, Linear
 from outrider.models.weights import load_parameters, open_checkpoint
@@ -125,7 +125,7 @@ def test_norms_that_are_rounded_after_multiplying_stay_wide(family: str, tmp_pat
     norms = [loaded.final_norm, *(layer.mlp_norm for layer in loaded.layers)]
     assert {norm.dtype for norm in norms} == {torch.float32}
     x = torch.randn(3, 32).bfloat16()
-    ours = TorchOps().norm(x, loaded.final_norm, model.config.rms_norm_eps)
+    ours = ReferenceBackend().norm(x, loaded.final_norm, model.config.rms_norm_eps)
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, model.model.norm(x))
 
@@ -295,7 +295,7 @@ def test_a_broken_configuration_is_named(content: str | None, tmp_path: Path) ->
 def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
     path = save(tiny_model("llama"), tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"model\.safetensors is no complete safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a complete safetensors file"):
         load_model(str(tmp_path), dtype=torch.float32)
 
 

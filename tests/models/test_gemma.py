@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.fakes import COMMON, configuration, save, tiny_model
 from tests.models.test_directories import check_parameters
 
+from outrider.backends.cpu.packing import CPUWeightForms
 from outrider.errors import ModelError
 from outrider.models.load import load_model
 from outrider.models.recipes import recipe_for
@@ -121,7 +122,7 @@ def test_what_cannot_be_run_is_refused_by_name(fields: dict[str, Any], words: tu
 @pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping"])
 @pytest.mark.parametrize("cap", [0, 0.0, -50.0, float("nan"), float("inf"), "50"])
 def test_a_cap_that_is_none_is_refused(name: str, cap: Any) -> None:
-    """PyTorch would divide by 0 and the compiled kernels would not cap: whoever wants no cap says null."""
+    """PyTorch would divide by 0 and the compiled kernels would not cap; null means no cap."""
     with pytest.raises(ModelError, match=rf"config\.json: {name} must be a (finite )?number.*, got"):
         spec_of("Gemma2ForCausalLM", **COMMON, **{name: cap})
 
@@ -197,7 +198,7 @@ def test_a_head_of_its_own_beside_images_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.parameters.head.weight, whole.lm_head.weight)
 
 
-def test_tensors_that_are_nobodys_are_refused_beside_images_too(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_refused_beside_images_too(tmp_path: Path) -> None:
     beside_images(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | {"audio_tower.weight": torch.zeros(2)}, path)
@@ -208,7 +209,7 @@ def test_tensors_that_are_nobodys_are_refused_beside_images_too(tmp_path: Path) 
 def test_the_embedding_stays_as_it_is_stored(tmp_path: Path) -> None:
     """A quarter of a million tokens: twice the bits would be twice the memory."""
     save(tiny_model("gemma3").bfloat16(), tmp_path)
-    loaded = load_model(str(tmp_path), dtype=torch.float32, as_stored=True)
+    loaded = load_model(str(tmp_path), dtype=torch.float32, forms=CPUWeightForms(packed=True))
     assert loaded.parameters.embedding.dtype == torch.bfloat16
     assert loaded.spec.embedding_scale == pytest.approx(32**0.5, rel=1e-7)
     assert loaded.parameters.final_norm.dtype == torch.float32

@@ -54,7 +54,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere.gguf", "models/nowhere.gguf", "a b", "", "/no/such/place"])
 def test_what_is_nothing_at_all_is_refused_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, lambda *args, **kwargs: pytest.fail("asked the hub"))
-    with pytest.raises(ModelError, match=f"no id of the form owner/model; built in: {DEFAULT_MODEL}"):
+    with pytest.raises(ModelError, match=f"or an id of the form owner/model; built in: {DEFAULT_MODEL}"):
         resolve_model(name)
 
 
@@ -103,7 +103,7 @@ def test_without_a_network_the_reason_is_the_network_alone(monkeypatch: pytest.M
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     reason = r"the hub cannot be reached \(ConnectError: Name or service not known\); without a network give the path"
-    with pytest.raises(ModelError, match=f"^'owner/model' is no local path, and {reason}"):
+    with pytest.raises(ModelError, match=f"^'owner/model' is not a local path, and {reason}"):
         resolve_model("owner/model")
 
 

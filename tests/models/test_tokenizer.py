@@ -13,9 +13,8 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.fakes import edit_json, save, tiny_model, tiny_tokenizer, tiny_vocabulary
+from tests.models.fakes import edit_json, save, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-from transformers.convert_slow_tokenizer import generate_merges
 
 from outrider.errors import ModelError, RequestError
 from outrider.models.text import text_of_directory
@@ -102,12 +101,6 @@ def test_smollm_cuts_digits_one_by_one(text: str) -> None:
     )
     reference.add_special_tokens(SPECIAL)
     assert from_gguf("smollm").encode(text) == reference.encode(text).ids
-
-
-def test_digits_are_the_trap_that_they_are() -> None:
-    assert len(from_gguf("gpt-2").encode("12345")) < 5
-    digits = [from_gguf("smollm").token(number) for number in from_gguf("smollm").encode("12345")]
-    assert digits == ["1", "2", "3", "4", "5"]
 
 
 def test_llama_3_cuts_digits_by_three_and_takes_whole_words_first() -> None:
@@ -206,15 +199,6 @@ def test_pieces_are_merged_best_first(text: str) -> None:
     ids = found.encode(text, add_special_tokens=False)
     assert [found.token(number) for number in ids] == merged_by_hand(text)
     assert found.decode(ids) == text
-
-
-def test_merges_are_those_of_hugging_face() -> None:
-    tokens, scores, _ = sentence_pieces()
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    skipped = set(tokens[:259])
-    expected = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)), skip_tokens=skipped)
-    backend = json.loads(piece_tokenizer()._backend.to_str())
-    assert [tuple(merge) for merge in backend["model"]["merges"]] == expected
 
 
 def test_what_no_piece_covers_is_spelt_in_bytes() -> None:
@@ -350,7 +334,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="AutoTokenizer"):
         tokenizer_from_file(path)
     path.write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a readable tokenizer"):
         tokenizer_from_file(path)
 
 
@@ -363,7 +347,7 @@ def test_ways_of_decoding_that_cannot_be_streamed_are_refused(tmp_path: Path) ->
 
 
 def test_a_prompt_that_is_no_text_is_the_requests_fault() -> None:
-    with pytest.raises(RequestError, match="no valid Unicode text"):
+    with pytest.raises(RequestError, match="not valid Unicode text"):
         from_gguf().encode("\ud800")
 
 
@@ -387,23 +371,13 @@ def test_padding_of_the_vocabulary_is_no_difference() -> None:
     assert found.vocab_size == len(TOKENS)
 
 
-def test_more_tokens_at_the_end_are_no_contradiction() -> None:
+def test_tokenizers_differ_where_an_id_that_both_have_means_something_else() -> None:
+    ours = from_gguf()
     more = from_gguf(tokens=[*TOKENS, "<think>"], token_type=[*metadata()["tokenizer.ggml.token_type"], 4])
-    assert more.fingerprint != from_gguf().fingerprint
-    assert more.difference(from_gguf()) is None
-
-
-def test_the_first_token_that_differs_is_named() -> None:
+    assert more.difference(ours) is None
     swapped = [*TOKENS]
     swapped[10], swapped[11] = swapped[11], swapped[10]
-    difference = from_gguf(tokens=swapped).difference(from_gguf())
+    difference = from_gguf(tokens=swapped).difference(ours)
     assert difference is not None
     assert all(word in difference for word in ("token 10", repr(TOKENS[10]), repr(TOKENS[11])))
-
-
-def test_other_merges_are_another_tokenizer() -> None:
-    assert from_gguf(merges=MERGES[:-1]).fingerprint != from_gguf().fingerprint
-
-
-def test_tiny_vocabularies_of_the_other_tests_hold_together() -> None:
-    assert tokenizer_from_gguf(tiny_vocabulary(), "here").vocab_size == 60
+    assert ours.fingerprint not in (more.fingerprint, from_gguf(merges=MERGES[:-1]).fingerprint)

@@ -44,7 +44,7 @@ def test_a_map_of_very_many_pages_keeps_its_size_and_shows_the_busiest(opened: O
     shown = opened.page.evaluate(
         """async () => {
             const { PageMap, spelt } = await import("/page/page_map.js");
-            const names = { k: "sink", f: "free", c: "cached", h: "held" };
+            const names = { k: "null page", f: "free", c: "cached", h: "held" };
             const canvas = document.getElementById("arenas").appendChild(document.createElement("canvas"));
             canvas.style.display = "block";
             canvas.style.width = "360px";

@@ -23,14 +23,14 @@ def entered(browser: Browser, guarded: RunningServer) -> Iterator[Opened]:
 def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, guarded: RunningServer) -> None:
     with Opened(browser, guarded.url) as opened:
         page, problem = opened.page, opened.page.locator("#problem")
-        expect(problem).to_contain_text("wants an API key")
+        expect(problem).to_contain_text("needs an API key")
         expect(page.locator("#server-text")).to_have_text("API key needed")
         expect(page.locator("#key")).to_be_focused()
         expect(page.locator("#key-state")).to_have_text("is needed")
         assert page.locator("#arenas canvas").count() == 0
         assert page.locator("#model").inner_text().strip() == ""
         opened.ask("Are you there?")
-        expect(problem).to_contain_text("wants an API key")
+        expect(problem).to_contain_text("needs an API key")
         expect(page.locator("#prompt")).to_have_value("Are you there?")
         for wrong in ("wrong", "nötig"):
             page.fill("#key", wrong)
@@ -77,7 +77,7 @@ def test_a_full_queue_is_said_in_words(entered: Opened, guarded: RunningServer) 
     ) as stream:
         next(iter(stream))
         entered.ask("Are you there?", max_tokens=4)
-        expect(problem).to_contain_text("too much to do")
+        expect(problem).to_contain_text("overloaded")
         expect(problem).to_contain_text("Try again in a second.")
         expect(page.locator("#prompt")).to_have_value("Are you there?")
     wait_until(lambda: guarded.http(KEY).get("/kv").json()["groups"][0]["held"] == 0)
@@ -92,7 +92,7 @@ def test_a_server_that_is_gone_is_said_in_words(entered: Opened, guarded: Runnin
     entered.wait_written(6)
     guarded.process.kill()
     expect(problem).to_contain_text("Is “outrider serve” still running?")
-    expect(page.locator("#server-text")).to_have_text("server gone")
+    expect(page.locator("#server-text")).to_have_text("server unreachable")
     expect(page.locator("#kv-state")).to_have_text("not live")
     expect(page.locator(".assistant .summary")).to_contain_text("broken off")
     entered.ask("Hello?")

@@ -6,8 +6,8 @@ import importlib
 
 import pytest
 
-from outrider.sanitizer.faults import MUTATIONS, Mutation, mutation_named
-from outrider.sim.mutations import try_mutation
+from outrider.tools.sim.mutation_table import MUTATIONS, Mutation, mutation_named
+from outrider.tools.sim.mutations import try_mutation
 
 SEED = 5
 

@@ -49,7 +49,7 @@ def test_log_mode_reports_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     assert "outside the writer's reservation" in caplog.text
 
 
-def test_a_read_of_a_slot_that_nobody_wrote_is_reported_with_its_position() -> None:
+def test_a_read_of_a_slot_that_was_not_written_is_reported_with_its_position() -> None:
     manager, sanitizer = watched(Mode.RAISE)
     tokens = array("I", range(8))
     sequence = manager.open("r1", tokens, total_tokens=20)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kv.fakes import METHODS_WITH_KV, Engine, drafter, full, make_manager
+from tests.kv.fakes import ARCHETYPES_WITH_KV, Engine, drafter, full, make_manager
 
-from outrider.kv import NO_DRAFTER, KVFootprint
-from outrider.scheduler import StepPlan, StepRow
+from outrider.scheduler import ScheduledRequest, StepPlan
 
-METHODS = ("none", "ngram", *METHODS_WITH_KV)
-
-
-def footprint_of(method: str, **more: Any) -> KVFootprint:
-    return NO_DRAFTER if method == "none" else drafter(method, **more)
+METHODS = ("nothing", "lookup", *ARCHETYPES_WITH_KV)
 
 
 def make_engine(
-    method: str = "none",
+    method: str = "nothing",
     *,
     page: int = 8,
     pages: Any = 400,
@@ -29,7 +24,7 @@ def make_engine(
     draft_options = {key: more.pop(key) for key in ("max_len", "slot_bytes") if key in more}
     kv = make_manager(
         *(target or (full(page=page),)),
-        footprint=footprint_of(method, page=page, **draft_options),
+        footprint=drafter(method, page=page, **draft_options),
         pages=pages,
         steps_ahead=2 if step_in_flight else 1,
         **({"max_model_len": 4096} | kv_options),
@@ -37,7 +32,7 @@ def make_engine(
     return Engine(kv, step_in_flight=step_in_flight, **more)
 
 
-def rows_by_request(plan: StepPlan) -> dict[str, StepRow]:
-    found = {row.request: row for row in plan.rows}
-    assert len(found) == len(plan.rows), "a request has two rows in one step"
+def rows_by_request(plan: StepPlan) -> dict[str, ScheduledRequest]:
+    found = {row.sequence_id: row for row in plan.scheduled}
+    assert len(found) == len(plan.scheduled), "a request has two rows in one step"
     return found

@@ -1,4 +1,4 @@
-"""Steps that came to nothing: whoever was in them ends, all others go on, and no page is lost."""
+"""Steps that were interrupted: their requests end, all others go on, and no page is lost."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_only_those_in_the_step_end(method: str, steps: int) -> None:
         engine.step()
     plan = engine.scheduler.schedule()
     given_up = engine.scheduler.abandon(plan)
-    assert set(given_up.requests) == {row.request for row in plan.rows} == {"r0", "r1"}
-    assert given_up.aside == []
+    assert set(given_up.ended) == {row.sequence_id for row in plan.scheduled} == {"r0", "r1"}
+    assert given_up.quarantined == []
     engine.kv.check_integrity()
     assert not engine.kv.pool.step_in_flight
     engine.run()
@@ -32,7 +32,7 @@ def test_only_those_in_the_step_end(method: str, steps: int) -> None:
 
 
 def test_nothing_of_an_abandoned_step_is_published() -> None:
-    engine = make_engine("eagle")
+    engine = make_engine("chain_from_taps")
     engine.add("a", ids(40), max_tokens=12, k=2)
     engine.scheduler.abandon(engine.scheduler.schedule())
     assert all(not index.pages for index in engine.kv.pool.indexes)
@@ -43,7 +43,7 @@ def test_nothing_of_an_abandoned_step_is_published() -> None:
 
 @pytest.mark.parametrize("ends", ["abort", "abandon"])
 def test_a_text_whose_last_step_failed_leaves_no_end(ends: str) -> None:
-    """Whoever aborts a text may go on from there; where nobody knows what a step wrote, nobody should."""
+    """A later request may go on where a text was aborted, but not where it is unknown what a step wrote."""
     kv = make_manager(full(page=8), sliding(8, page=4), retention=Retention.of("tail"), step_tokens=32)
     engine = Engine(kv)
     engine.add("a", ids(16), max_tokens=40)
@@ -70,7 +70,7 @@ def test_what_the_step_was_to_forget_is_forgotten_by_the_next() -> None:
 
 
 def test_a_fork_without_rows_in_the_step_is_computed_again() -> None:
-    """Its page was to be copied in that step, and nobody knows whether it was."""
+    """Its page was to be copied in that step, and it is unknown whether it was."""
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=5)
     engine.add("a", ids(13), max_tokens=12, n=3)
     while "a#1" not in engine.scheduler.requests:
@@ -79,8 +79,8 @@ def test_a_fork_without_rows_in_the_step_is_computed_again() -> None:
     plan = engine.scheduler.schedule()
     del engine.scheduler.planner.plan_decodes
     assert plan.kv.copies
-    assert not plan.rows
-    assert engine.scheduler.abandon(plan).requests == []
+    assert not plan.scheduled
+    assert engine.scheduler.abandon(plan).ended == []
     assert {request.state for name, request in engine.scheduler.requests.items() if "#" in name} == {State.WAITING}
     engine.run()
     assert set(engine.finished.values()) == {"length"}
@@ -112,15 +112,15 @@ def test_when_planning_or_committing_is_interrupted_all_start_over(
         patched.setattr(kv, "commit", lambda sequence, v, **_options: kv.release(sequence))
         with pytest.raises(KeyboardInterrupt):
             scheduler.commit(plan, verdict)
-    ended = set(scheduler.abandon(plan).requests)
-    assert ended == {row.request for row in plan.rows}
+    ended = set(scheduler.abandon(plan).ended)
+    assert ended == {row.sequence_id for row in plan.scheduled}
     assert len(kv.sequences) == len(scheduler.requests) == 5 - len(ended)
     kv.check_integrity()
     with monkeypatch.context() as patched:
         patched.setattr(scheduler.planner, "plan_prefill", half_way)
         with pytest.raises((KeyboardInterrupt, TypeError)):
             scheduler.schedule()
-    assert scheduler.abandon(None).requests == []
+    assert scheduler.abandon(None).ended == []
     engine.run()
     assert set(engine.finished) == {f"r{number}" for number in range(5)} - ended
     for name in engine.finished:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from tests.kv.fakes import (
-    METHODS_WITH_KV,
+    ARCHETYPES_WITH_KV,
     Engine,
     assert_at_rest,
     drafter,
@@ -26,7 +26,7 @@ from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, Role, State
 
 
-def make_engine(method: str = "eagle", *, pages: int = 60, step_in_flight: bool = False, **config) -> Engine:
+def make_engine(method: str = "chain_from_taps", *, pages: int = 60, step_in_flight: bool = False, **config) -> Engine:
     kv = make_manager(
         full(page=8),
         sliding(6, page=8),
@@ -58,7 +58,7 @@ def loads_of(engine: Engine) -> tuple[Load, ...]:
 # ---- the prefill role ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("method", ARCHETYPES_WITH_KV)
 @pytest.mark.parametrize("step_in_flight", [False, True])
 def test_a_prefill_worker_feeds_proposes_nothing_and_holds_until_released(method: str, step_in_flight: bool) -> None:
     engine = make_engine(method, role=Role.PREFILL, step_in_flight=step_in_flight, max_chunk_tokens=16, max_num_seqs=8)
@@ -69,7 +69,7 @@ def test_a_prefill_worker_feeds_proposes_nothing_and_holds_until_released(method
     engine.drain()
     assert engine.finished == {"a": "prefilled"}
     assert engine.text["a"] == reference_text(ids(40), 1)
-    assert all(row.propose == 0 for plan in engine.plans for row in plan.rows)
+    assert all(row.propose == 0 for plan in engine.plans for row in plan.scheduled)
     request = scheduler.requests["a"]
     assert request.state is State.HELD
     exported = kv.export_intervals(request.kv)
@@ -78,7 +78,7 @@ def test_a_prefill_worker_feeds_proposes_nothing_and_holds_until_released(method
     # Held: nothing runs for it any more, nothing of it is given away.
     before = [list(state.held()) for state in request.kv.groups]
     engine.step()
-    assert engine.plans[-1].rows == ()
+    assert engine.plans[-1].scheduled == ()
     assert [list(state.held()) for state in request.kv.groups] == before
     assert not scheduler.has_work
     scheduler.release_held("a")
@@ -98,17 +98,7 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_over() -> None:
     assert_at_rest(engine.kv)
 
 
-def test_release_held_does_nothing_to_a_request_that_still_runs() -> None:
-    engine = make_engine()
-    engine.add("a", ids(20), max_tokens=9)
-    engine.step()
-    engine.scheduler.release_held("a")
-    engine.scheduler.release_held("unknown")
-    engine.run()
-    assert engine.text["a"] == reference_text(ids(20), 9)
-
-
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("method", ARCHETYPES_WITH_KV)
 def test_text_after_a_hand_over_equals_text_of_one_worker(method: str) -> None:
     prefill = make_engine(method, role=Role.PREFILL)
     decode = make_engine(method, role=Role.DECODE)
@@ -128,7 +118,7 @@ def test_text_after_a_hand_over_equals_text_of_one_worker(method: str) -> None:
         decode.scheduler.load_arrived("a", load)
     decode.run()
     assert prefill.text["a"] + decode.text["a"] == reference_text(ids(40), 20)
-    first = decode.plans[1].rows[0]
+    first = decode.plans[1].scheduled[0]
     # It starts at the last token, and drafts at once.
     assert (first.start, first.num_rows, first.propose) == (40, 1, 3)
 
@@ -170,7 +160,7 @@ def test_a_loading_request_waits_while_others_run(step_in_flight: bool) -> None:
     assert engine.scheduler.take_loads() == []
     for _ in range(4):
         engine.step()
-        assert all(row.request == "b" for row in engine.plans[-1].rows)
+        assert all(row.sequence_id == "b" for row in engine.plans[-1].scheduled)
     assert engine.text["b"]
     for load in loads:
         engine.scheduler.load_arrived("a", load)
@@ -178,15 +168,6 @@ def test_a_loading_request_waits_while_others_run(step_in_flight: bool) -> None:
     assert engine.text["a"] == expected
     assert engine.text["b"] == reference_text(ids(20, seed=1), 9)
     assert_at_rest(engine.kv)
-
-
-def test_only_loading_is_told_from_idle() -> None:
-    engine = make_engine()
-    remote_request(engine)
-    assert not engine.scheduler.only_loading
-    loads_of(engine)
-    assert engine.scheduler.only_loading
-    assert engine.scheduler.has_work
 
 
 def test_loading_requests_count_against_the_seats() -> None:
@@ -198,7 +179,7 @@ def test_loading_requests_count_against_the_seats() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("method", ARCHETYPES_WITH_KV)
 def test_any_order_of_arrivals_failures_and_repeats_gives_the_same_text(seed: int, method: str) -> None:
     rng = Random(seed)
     engine = make_engine(method, step_in_flight=bool(seed % 2))
@@ -227,16 +208,6 @@ def test_any_order_of_arrivals_failures_and_repeats_gives_the_same_text(seed: in
     assert_at_rest(engine.kv)
 
 
-def test_a_failed_target_load_is_recomputed_by_default() -> None:
-    engine = make_engine()
-    expected = remote_request(engine)
-    for load in loads_of(engine):
-        (engine.scheduler.load_failed if load.group == 1 else engine.scheduler.load_arrived)("a", load)
-    engine.run()
-    assert engine.text["a"] == expected
-    assert sum(row.num_rows for plan in engine.plans for row in plan.rows if row.start < 40) >= 40
-
-
 def test_a_failed_target_load_fails_the_request_where_that_is_the_policy() -> None:
     engine = make_engine(load_failure=LoadFailure.FAIL)
     remote_request(engine)
@@ -249,32 +220,26 @@ def test_a_failed_target_load_fails_the_request_where_that_is_the_policy() -> No
 
 
 @pytest.mark.parametrize("policy", list(LoadFailure))
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_a_failed_draft_load_recomputes_no_target_row(method: str, policy: LoadFailure) -> None:
-    engine = make_engine(method, load_failure=policy)
-    expected = remote_request(engine)
-    for load in loads_of(engine):
-        (engine.scheduler.load_failed if load.group == 2 else engine.scheduler.load_arrived)("a", load)
-    engine.run()
-    assert engine.text["a"] == expected
-    assert all(row.start >= 40 for plan in engine.plans for row in plan.rows)
-
-
-@pytest.mark.parametrize("policy", list(LoadFailure))
-def test_a_lost_transfer_is_recomputed_or_fails_and_its_pages_wait_for_the_handle(policy: LoadFailure) -> None:
-    engine = make_engine(load_failure=policy)
+@pytest.mark.parametrize("draft_only", [False, True], ids=["nothing arrived", "the target arrived"])
+def test_a_lost_transfer_costs_what_it_did_not_bring_and_its_pages_wait_for_the_handle(
+    draft_only: bool, policy: LoadFailure
+) -> None:
+    engine = make_engine("block_from_taps", load_failure=policy)
     expected = remote_request(engine)
     loads = loads_of(engine)
+    for load in loads[:2] if draft_only else ():
+        engine.scheduler.load_arrived("a", load)
     aside = engine.scheduler.load_lost("a")
-    assert {g for g, _pages in aside} == {load.group for load in loads}
+    assert [g for g, _pages in aside] == [load.group for load in loads[2 if draft_only else 0 :]]
     assert engine.scheduler.load_lost("a") == []
     # Late notices of a transfer that was given up change nothing.
     for load in loads:
         engine.scheduler.load_arrived("a", load)
         engine.scheduler.load_failed("a", load)
     engine.run()
-    if policy is LoadFailure.RECOMPUTE:
+    if draft_only or policy is LoadFailure.RECOMPUTE:
         assert engine.text["a"] == expected
+        assert any(row.start < 40 for plan in engine.plans for row in plan.scheduled) != draft_only
     else:
         engine.step()
         assert engine.finished == {"a": "failed"}
@@ -285,19 +250,22 @@ def test_a_lost_transfer_is_recomputed_or_fails_and_its_pages_wait_for_the_handl
     assert_at_rest(engine.kv)
 
 
-def test_an_offer_that_does_not_reach_is_computed_here() -> None:
-    engine = make_engine()
-    prompt = list(ids(40))
-    engine.add(
-        "a",
-        [*prompt, next_token(prompt)],
-        max_tokens=6,
-        remote={g: Interval(0, 32) for g in range(3)},
-        prefilled_tokens=1,
-    )
-    engine.run()
-    assert engine.scheduler.take_loads() == []
-    assert engine.text["a"] == reference_text(prompt, 6)[1:]
+class Boaster:
+    """A tier that claims to hold everything."""
+
+    def contains(self, group: int, key: bytes) -> bool:
+        return True
+
+
+def test_a_tier_that_boasts_and_fails_delays_a_request_once() -> None:
+    engine = Engine(make_manager(full(page=4), tiers=(Boaster(),)))
+    engine.add("a", ids(9), max_tokens=3)
+    for _ in range(8):
+        engine.step()
+        for id, loads in engine.scheduler.take_loads():
+            for load in loads:
+                engine.scheduler.load_failed(id, load)
+    assert engine.text["a"] == reference_text(ids(9), 3)
 
 
 # ---- aborts ----------------------------------------------------------------------------------------------
@@ -314,11 +282,10 @@ def until(engine: Engine, state: State, id: str = "a") -> None:
 
 def waiting(engine: Engine) -> None:
     engine.add("a", ids(40), max_tokens=9, k=3)
-    assert engine.scheduler.requests["a"].state is State.WAITING
 
 
 def prefilling(engine: Engine) -> None:
-    engine.add("a", ids(40), max_tokens=9, k=3)
+    waiting(engine)
     until(engine, State.PREFILLING)
 
 
@@ -371,7 +338,7 @@ def partly_loaded(engine: Engine) -> None:
     engine.scheduler.load_failed("a", loads[1])
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("method", ARCHETYPES_WITH_KV)
 @pytest.mark.parametrize("step_in_flight", [False, True], ids=["at once", "in flight"])
 @pytest.mark.parametrize(
     "reach",
@@ -415,25 +382,11 @@ def test_an_abort_of_a_held_request_lets_it_go(step_in_flight: bool) -> None:
     assert_at_rest(engine.kv)
 
 
-@pytest.mark.parametrize("step_in_flight", [False, True])
-def test_an_id_can_be_used_again_while_a_step_of_its_last_owner_runs(step_in_flight: bool) -> None:
-    engine = make_engine(step_in_flight=step_in_flight)
-    engine.add("a", ids(30), max_tokens=20, k=2)
-    engine.step()
-    engine.step()
-    engine.scheduler.abort("a")
-    engine.text.clear()
-    engine.add("a", ids(25, seed=3), max_tokens=9, k=2)
-    engine.run()
-    assert engine.text["a"] == reference_text(ids(25, seed=3), 9)
-    assert_at_rest(engine.kv)
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("step_in_flight", [False, True], ids=["at once", "in flight"])
-def test_random_aborts_disturb_nobody_else(seed: int, step_in_flight: bool) -> None:
+def test_random_aborts_disturb_no_other_request(seed: int, step_in_flight: bool) -> None:
     rng = Random(seed)
-    method = rng.choice(METHODS_WITH_KV)
+    method = rng.choice(ARCHETYPES_WITH_KV)
     engine = make_engine(
         method, pages=40, step_in_flight=step_in_flight, max_num_seqs=8, max_num_batched_tokens=48, max_chunk_tokens=20
     )

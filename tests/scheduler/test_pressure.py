@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from tests.kv.fakes import METHODS_WITH_KV, Engine, assert_at_rest, ids, reference_text
+from tests.kv.fakes import ARCHETYPES_WITH_KV, Engine, assert_at_rest, ids, reference_text
 from tests.scheduler.fakes import make_engine
 
 from outrider.scheduler import Request, State
@@ -42,7 +42,7 @@ def test_requests_are_taken_by_priority_and_then_by_arrival() -> None:
         engine.add(id, ids(4, seed=ord(id)), max_tokens=2, priority=priority)
     order = []
     while engine.scheduler.requests:
-        order += [update.request for update in engine.step() if update.finish]
+        order += [update.sequence_id for update in engine.step() if update.finish]
     assert order == ["a", "b", "c", "d", "e"]
 
 
@@ -103,7 +103,7 @@ def test_without_protection_that_stream_would_starve_it() -> None:
     assert engine.scheduler.requests["low"].preemptions > 3
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
+@pytest.mark.parametrize("method", ARCHETYPES_WITH_KV)
 @pytest.mark.parametrize("step_in_flight", [False, True])
 def test_draft_groups_are_dropped_before_anything_is_preempted(method: str, step_in_flight: bool) -> None:
     """One arena for both; the target alone fits, target and drafter together do not."""
@@ -117,8 +117,8 @@ def test_draft_groups_are_dropped_before_anything_is_preempted(method: str, step
         assert engine.text[f"r{number}"] == reference_text(ids(20, seed=number), 20)
 
 
-@pytest.mark.parametrize("method", METHODS_WITH_KV)
-def test_nobody_is_preempted_while_it_still_has_draft_pages_there(method: str) -> None:
+@pytest.mark.parametrize("method", ARCHETYPES_WITH_KV)
+def test_no_request_is_preempted_while_it_still_has_draft_pages_there(method: str) -> None:
     engine = make_engine(method, pages=24, max_num_seqs=8)
     noted = note_preemptions(engine)
     for number in range(8):
@@ -129,8 +129,8 @@ def test_nobody_is_preempted_while_it_still_has_draft_pages_there(method: str) -
 
 
 def test_a_full_draft_arena_never_delays_the_target() -> None:
-    plain = make_engine("none", pages=200, max_num_seqs=8)
-    short = make_engine("dflash", slot_bytes=2, pages=(200, 9), max_num_seqs=8)
+    plain = make_engine("nothing", pages=200, max_num_seqs=8)
+    short = make_engine("block_from_taps", slot_bytes=2, pages=(200, 9), max_num_seqs=8)
     for engine, k in ((plain, 0), (short, 3)):
         for number in range(6):
             engine.add(f"r{number}", ids(20, seed=number), max_tokens=10, k=k)
@@ -138,5 +138,5 @@ def test_a_full_draft_arena_never_delays_the_target() -> None:
     assert short.kv.dropped_drafts > 0
     assert short.scheduler.num_preemptions == 0
     assert short.text == plain.text
-    # Nobody waited for draft pages: not one step more than without a drafter.
+    # No request waited for draft pages: not one step more than without a drafter.
     assert len(short.plans) <= len(plain.plans)

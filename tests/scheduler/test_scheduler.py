@@ -25,11 +25,11 @@ def test_random_workloads_keep_to_the_row_budget_and_to_the_text(method: str, st
 
     def inspect(plan: StepPlan) -> None:
         rows_by_request(plan)
-        spent = sum(rows_of(row, engine.kv.layout.footprint) for row in plan.rows)
+        spent = sum(rows_of(row, engine.kv.layout.footprint) for row in plan.scheduled)
         assert spent <= budget, f"{spent} rows in a step of {budget}"
-        assert len(plan.rows) <= seats
-        assert all(row.num_rows > 0 for row in plan.rows)
-        assert all(row.num_rows <= max(12, 1 + row.drafts) for row in plan.rows)
+        assert len(plan.scheduled) <= seats
+        assert all(row.num_rows > 0 for row in plan.scheduled)
+        assert all(row.num_rows <= max(12, 1 + row.drafts) for row in plan.scheduled)
 
     engine = make_engine(
         method,
@@ -40,7 +40,7 @@ def test_random_workloads_keep_to_the_row_budget_and_to_the_text(method: str, st
         step_tokens=12,
         seed=seed,
         inspect=inspect,
-        proposes=lambda rng, planned: rng.randint(0, planned) if method == "ngram" else planned,
+        proposes=lambda rng, planned: rng.randint(0, planned) if method == "lookup" else planned,
         max_num_batched_tokens=budget,
         max_num_seqs=seats,
         max_chunk_tokens=12,
@@ -62,7 +62,7 @@ def test_random_workloads_keep_to_the_row_budget_and_to_the_text(method: str, st
     assert_at_rest(engine.kv)
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("method", ["nothing", "chain_from_tokens", "chain_from_taps", "block_from_taps"])
 @pytest.mark.parametrize("step_in_flight", [False, True], ids=["at once", "in flight"])
 @pytest.mark.parametrize("window", [None, 6])
 def test_whatever_was_admitted_finishes_even_in_the_smallest_arena(
@@ -84,24 +84,6 @@ def test_whatever_was_admitted_finishes_even_in_the_smallest_arena(
     assert_at_rest(engine.kv)
 
 
-def test_drafting_rows_count_against_the_budget() -> None:
-    """Ten requests that draft three each would need 10 * (1 + 3 + 4) rows."""
-    spent = []
-    engine = make_engine(
-        "dflash",
-        inspect=lambda plan: spent.append(sum(rows_of(row, engine.kv.layout.footprint) for row in plan.rows)),
-        max_num_batched_tokens=50,
-        max_num_seqs=10,
-    )
-    for number in range(10):
-        engine.add(f"r{number}", ids(4, seed=number), max_tokens=30, k=3)
-    engine.run()
-    assert max(spent) <= 50
-    deciding = [plan for plan in engine.plans if len(plan.rows) == 10]
-    assert deciding
-    assert all(row.propose <= 1 for plan in deciding for row in plan.rows)
-
-
 def test_a_decoding_request_is_never_left_out_for_a_prompt() -> None:
     engine = make_engine(max_num_batched_tokens=16, max_num_seqs=8)
     for number in range(4):
@@ -116,7 +98,7 @@ def test_a_decoding_request_is_never_left_out_for_a_prompt() -> None:
 
 
 def test_a_prompt_makes_progress_beside_a_full_house_of_drafting_requests() -> None:
-    engine = make_engine("eagle", max_num_batched_tokens=33, max_num_seqs=9)
+    engine = make_engine("chain_from_taps", max_num_batched_tokens=33, max_num_seqs=9)
     for number in range(8):
         engine.add(f"d{number}", ids(3, seed=number), max_tokens=60, k=4)
     while len(engine.text) < 8:
@@ -132,7 +114,7 @@ def test_a_prompt_makes_progress_beside_a_full_house_of_drafting_requests() -> N
 
 def test_a_prompt_behind_a_hit_finds_a_row_for_itself_and_one_for_its_taps() -> None:
     """Four drafting requests would use all but one of the thirteen rows."""
-    engine = make_engine("eagle", max_num_batched_tokens=13, max_num_seqs=5, protect_after_preemptions=9)
+    engine = make_engine("chain_from_taps", max_num_batched_tokens=13, max_num_seqs=5, protect_after_preemptions=9)
     engine.add("cached", ids(24, seed=20), max_tokens=1)
     engine.run()
     for number in range(4):
@@ -146,12 +128,12 @@ def test_a_prompt_behind_a_hit_finds_a_row_for_itself_and_one_for_its_taps() -> 
     assert row.num_rows >= 1
 
 
-def test_nobody_is_let_in_without_a_row_to_run() -> None:
+def test_no_request_is_admitted_without_a_row_to_run() -> None:
     engine = make_engine(max_num_batched_tokens=32, max_num_seqs=8)
     engine.add("a", ids(100), max_tokens=1)
     engine.add("b", ids(10, seed=1), max_tokens=1)
     engine.step()
-    assert [row.request for row in engine.plans[-1].rows] == ["a"]
+    assert [row.sequence_id for row in engine.plans[-1].scheduled] == ["a"]
     assert engine.scheduler.requests["b"].state is State.WAITING
     engine.run()
 
@@ -162,7 +144,7 @@ def test_nobody_is_let_in_without_a_row_to_run() -> None:
 @pytest.mark.parametrize("step_in_flight", [False, True])
 def test_a_long_prompt_is_computed_in_chunks_without_gap_or_overlap(step_in_flight: bool) -> None:
     engine = make_engine(
-        "dflash",
+        "block_from_taps",
         step_in_flight=step_in_flight,
         max_chunk_tokens=16,
         max_num_batched_tokens=64,
@@ -170,21 +152,11 @@ def test_a_long_prompt_is_computed_in_chunks_without_gap_or_overlap(step_in_flig
     )
     engine.add("a", ids(100), max_tokens=4, k=2)
     engine.run()
-    rows = [row for plan in engine.plans for row in plan.rows]
+    rows = [row for plan in engine.plans for row in plan.scheduled]
     chunks = [row for row in rows if row.start < 100]
     assert [(row.start, row.num_rows) for row in chunks] == [(16 * n, 16) for n in range(6)] + [(96, 4)]
     assert [row.samples for row in chunks] == [0] * 6 + [1]
     assert [row.propose for row in chunks] == [0] * 6 + [2]
-
-
-def test_a_prompt_with_a_hit_starts_behind_it() -> None:
-    engine = make_engine()
-    engine.add("a", ids(40), max_tokens=1)
-    engine.run()
-    engine.add("b", ids(40) + ids(5, seed=1), max_tokens=1)
-    engine.run()
-    (row,) = engine.plans[-1].rows
-    assert (row.start, row.num_rows) == (40, 5)
 
 
 def test_prompts_share_what_the_step_has_left() -> None:
@@ -192,28 +164,28 @@ def test_prompts_share_what_the_step_has_left() -> None:
     engine.add("a", ids(40), max_tokens=1)
     engine.add("b", ids(40, seed=1), max_tokens=1)
     engine.step()
-    assert {row.request: row.num_rows for row in engine.plans[0].rows} == {"a": 24, "b": 8}
+    assert {row.sequence_id: row.num_rows for row in engine.plans[0].scheduled} == {"a": 24, "b": 8}
     engine.run()
 
 
 @pytest.mark.parametrize("shared", [8, 12, 16])
 def test_tap_rows_follow_a_hit_and_count_as_rows(shared: int) -> None:
-    engine = make_engine("eagle")
+    engine = make_engine("chain_from_taps")
     engine.add("a", ids(24), max_tokens=1)
     engine.run()
     engine.add("b", ids(shared) + ids(9, seed=1), max_tokens=6, k=2)
     engine.step()
-    (row,) = engine.plans[-1].rows
+    (row,) = engine.plans[-1].scheduled
     assert (row.start, row.num_rows, row.tap_rows, row.draft_end) == (shared, 9, 1, shared - 1)
     engine.step()
-    (row,) = engine.plans[-1].rows
+    (row,) = engine.plans[-1].scheduled
     assert row.tap_rows == 0
     engine.run()
 
 
 def test_a_lost_draft_cache_is_rebuilt_in_budgeted_chunks_before_drafting_again() -> None:
     """The target's prefix is cached, the draft model's is not."""
-    engine = make_engine("draft_model", slot_bytes=2, max_num_batched_tokens=20, max_num_seqs=4)
+    engine = make_engine("chain_from_tokens", slot_bytes=2, max_num_batched_tokens=20, max_num_seqs=4)
     kv = engine.kv
     engine.add("a", ids(64), max_tokens=1)
     engine.run()
@@ -223,7 +195,7 @@ def test_a_lost_draft_cache_is_rebuilt_in_budgeted_chunks_before_drafting_again(
     fed = []
     while "b" not in engine.finished:
         engine.step()
-        (row,) = engine.plans[-1].rows
+        (row,) = engine.plans[-1].scheduled
         fed.append((row.draft_end, row.feed_to, row.propose))
     assert fed[0][0] == 0
     behind = [entry for entry in fed if entry[1] is not None]
@@ -237,11 +209,11 @@ def test_a_lost_draft_cache_is_rebuilt_in_budgeted_chunks_before_drafting_again(
 
 
 def test_a_request_whose_drafter_can_never_fit_runs_without_it() -> None:
-    engine = make_engine("dflash", slot_bytes=2, pages=(40, 4))
+    engine = make_engine("block_from_taps", slot_bytes=2, pages=(40, 4))
     engine.add("a", ids(60), max_tokens=10, k=3)
     engine.run()
     assert engine.text["a"] == reference_text(ids(60), 10)
-    assert all(row.propose == 0 and row.draft_end == -1 for plan in engine.plans for row in plan.rows)
+    assert all(row.propose == 0 and row.draft_end == -1 for plan in engine.plans for row in plan.scheduled)
 
 
 # ---- cost -----------------------------------------------------------------------------------------------
@@ -249,7 +221,7 @@ def test_a_request_whose_drafter_can_never_fit_runs_without_it() -> None:
 
 def bytecodes_of_one_schedule(waiting: int) -> int:
     """How many bytecodes one steady schedule() executes, with so many requests in the queue."""
-    engine = make_engine("eagle", max_num_seqs=4, max_num_batched_tokens=64)
+    engine = make_engine("chain_from_taps", max_num_seqs=4, max_num_batched_tokens=64)
     for number in range(4 + waiting):
         engine.add(f"r{number}", ids(4, seed=number), max_tokens=50, k=2)
     for _ in range(3):

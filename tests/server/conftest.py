@@ -10,7 +10,7 @@ from tests.server.running import RunningServer
 from tests.server.tiny_model import save_tiny_model
 
 API_KEY, OTHER_KEY, ADMIN_KEY = "key-of-one-tenant", "key-of-another-tenant", "key-of-the-admin"
-TINY = ("--ops", "torch", "--num-threads", "1", "--kv-cache-memory-bytes", "8M", "--sanitizer", "raise")
+TINY = ("--backend", "reference", "--num-threads", "1", "--kv-cache-memory-bytes", "8M", "--sanitizer", "raise")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.server.messages import Facts
+from outrider.server.messages import Facts, TextFacts
 
 FACTS = Facts(
     model_name="m",
@@ -12,13 +12,15 @@ FACTS = Facts(
     vocab_size=100,
     device="cpu",
     dtype="float32",
-    tokenizer="",
-    tokenizer_source="test",
-    bos_id=None,
-    eos_ids=(),
-    templates={},
-    template_source="test",
-    template_variables={},
+    text=TextFacts(
+        tokenizer="",
+        tokenizer_source="test",
+        bos_id=None,
+        eos_ids=(),
+        templates={},
+        template_source="test",
+        template_variables={},
+    ),
     sampling_defaults={},
     drafter=None,
     drafts_max=0,

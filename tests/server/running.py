@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import openai
 
-from outrider.bench import server_process
-from outrider.bench.server_process import ServerProcess
+from outrider.tools.bench import server_process
+from outrider.tools.bench.server_process import ServerProcess
 
 
 class RunningServer(ServerProcess):

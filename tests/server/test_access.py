@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from base64 import b64encode
@@ -105,6 +106,7 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(guarded: RunningSe
     answer = http.post("/v1/completions", json={"prompt": "x" * 30_000})
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
+    assert answer.headers["Connection"] == "close", "the rest of the body is not read"
 
     def pieces() -> Iterator[bytes]:
         for _ in range(100):
@@ -114,11 +116,15 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(guarded: RunningSe
     assert answer.status_code == 413
 
 
+def connected(server: RunningServer) -> socket.socket:
+    url = httpx.URL(server.url)
+    return socket.create_connection((url.host, url.port), timeout=30)
+
+
 def test_a_body_that_never_ends_is_left(guarded: RunningServer) -> None:
-    url = httpx.URL(guarded.url)
-    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+    with connected(guarded) as connection:
         connection.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {API_KEY}\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {API_KEY}\r\n"
             "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{".encode()
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
@@ -132,16 +138,14 @@ def test_load_balancers_may_ask_for_the_head_alone(path: str, guarded: RunningSe
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
 def test_headers_that_never_end_are_left(said: bytes, guarded: RunningServer) -> None:
-    url = httpx.URL(guarded.url)
-    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+    with connected(guarded) as connection:
         connection.sendall(said)
         assert connection.recv(100) == b""
 
 
 def test_headers_that_never_end_are_left_behind_a_whole_request_too(guarded: RunningServer) -> None:
-    url = httpx.URL(guarded.url)
-    whole = f"GET /health HTTP/1.1\r\nHost: {url.host}\r\n\r\n".encode()
-    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with connected(guarded) as connection:
         for _ in range(2):
             connection.sendall(whole)
             answer = b""
@@ -178,20 +182,16 @@ def test_configured_limits_hold(guarded: RunningServer) -> None:
 def test_metrics_carry_the_prefix_that_was_asked_for(guarded: RunningServer) -> None:
     text = guarded.http(API_KEY).get("/metrics").text
     for name in (
-        "spec_decode_num_drafts_total",
-        "spec_decode_num_draft_tokens_total",
-        "spec_decode_num_accepted_tokens_total",
-        "prefix_cache_queries_total",
-        "prefix_cache_hits_total",
-        "external_prefix_cache_queries_total",
-        "external_prefix_cache_hits_total",
-        "kv_cache_usage_perc",
-        "num_requests_running",
-        "num_requests_waiting",
-        "num_preemptions_total",
-        "time_to_first_token_seconds_bucket",
-        "inter_token_latency_seconds_bucket",
-        "e2e_request_latency_seconds_bucket",
+        *(
+            "spec_decode_num_drafts_total",
+            "spec_decode_num_draft_tokens_total",
+            "spec_decode_num_accepted_tokens_total",
+        ),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total"),
+        *("kv_cache_usage_perc", "num_preemptions_total"),
+        *("external_prefix_cache_queries_total", "external_prefix_cache_hits_total"),
+        *("num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_bucket"),
+        *("inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket"),
     ):
         assert f"\nvllm:{name}{{engine=" in text, name
     assert "outrider:" not in text
@@ -220,7 +220,7 @@ def test_pages_of_the_cache_can_be_watched(guarded: RunningServer) -> None:
     told = http.get("/kv").json()
     (arena,) = told["arenas"]
     assert arena["runs"].startswith("1k")
-    assert total_of(arena["runs"]) == arena["pages"]
+    assert sum(map(int, re.findall(r"\d+", arena["runs"]))) == arena["pages"]
     assert {group["name"] for group in told["groups"]} == {"target.full"}
     with http.stream("GET", "/kv/stream?interval_ms=100") as answer:
         lines = answer.iter_lines()
@@ -285,13 +285,3 @@ def wait_until_told(server: RunningServer, *prompts: str) -> None:
         return [hit["prompt_tokens"] for hit in reversed(hits[: len(lengths)])] == lengths
 
     wait_until(are_told)
-
-
-def total_of(runs: str) -> int:
-    digits, total = "", 0
-    for character in runs:
-        if character.isdigit():
-            digits += character
-        else:
-            total, digits = total + int(digits), ""
-    return total

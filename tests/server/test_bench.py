@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from tests.server.running import RunningServer
 
-from outrider.api.cli.bench_serve import serve_options
-from outrider.bench.http_client import Client
-from outrider.bench.serve import ServeBenchConfig, measure
+from outrider.cli.bench_serve import serve_options
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.errors import ConfigError
+from outrider.tools.bench.http_client import Client
+from outrider.tools.bench.serve import ServeBenchConfig, measure
 
 
 def test_both_sides_write_the_same_and_are_compared(tiny: RunningServer, tiny_model_path: Path) -> None:
     engine = EngineConfig(
         model=str(tiny_model_path),
-        ops="torch",
+        backend="reference",
         kv_cache_memory_bytes=8 << 20,
         speculative_config=SpeculativeConfig(method="ngram"),
     )
@@ -35,12 +35,12 @@ def test_the_server_is_started_with_the_same_engine() -> None:
     config = EngineConfig(
         model="m",
         max_num_seqs=3,
-        ops="torch",
+        backend="reference",
         enable_prefix_caching=False,
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2),
     )
     options = serve_options(config)
-    assert options[:5] == ["m", "--max-num-seqs", "3", "--ops", "torch"]
+    assert options[:5] == ["m", "--max-num-seqs", "3", "--backend", "reference"]
     assert "--no-enable-prefix-caching" in options
     assert '"num_speculative_tokens": 2' in options[-1]
     assert serve_options(EngineConfig(model="m")) == ["m", "--no-speculation"]
@@ -55,7 +55,7 @@ def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
 def test_a_load_without_the_sanitizer_is_refused() -> None:
     from typer.testing import CliRunner
 
-    from outrider.api.cli.main import app
+    from outrider.cli.app import app
 
     done = CliRunner().invoke(app, ["bench", "serve", "--load"])
     assert isinstance(done.exception, ConfigError)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from tests.server.conftest import TINY
-from tests.server.running import RunningServer, wait_until
+from tests.server.running import RunningServer
 
 from outrider.server.front.tool_calls import forced_grammar
 from outrider.server.protocol.chat import ChatRequest
@@ -99,12 +92,7 @@ def test_several_continuations_each_have_the_form(client: openai.OpenAI) -> None
 def test_a_call_that_must_be_made_is_made(client: openai.OpenAI, choice: Any) -> None:
     tool = {"type": "function", "function": {"name": "note", "parameters": Animal.model_json_schema()}}
     answer = client.chat.completions.create(
-        model="tiny",
-        messages=CHAT,
-        tools=[tool],
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        max_tokens=150,
+        model="tiny", messages=CHAT, tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=150
     )
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.function.name == "note"
@@ -162,56 +150,6 @@ def test_a_text_that_can_go_no_further_is_an_error_of_its_own_request(client: op
     with pytest.raises(openai.APIStatusError, match="no token may be chosen"):
         said(client, guided_grammar='root ::= "ab" rest\nrest ::= rest "c"')
     assert said(client, guided_regex="abc") == "abc"
-
-
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems cannot be kept to"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "needs itself without end"),
-        ({"type": "string", "enum": []}, "enum is a list of at least one"),
-        ({"type": "object", "properties": {str(n): {"type": "string"} for n in range(5000)}}, "more than"),
-    ],
-)
-def test_a_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, schema: Any, words: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=re.escape(words)):
-        said(client, guided_json=schema)
-
-
-@pytest.fixture
-def patient(tiny_model_path: Path) -> Iterator[RunningServer]:
-    """Its compiler has more time than any test takes."""
-    server = RunningServer(tiny_model_path, *TINY, "--served-model-name", "tiny", "--grammar-compile-limit", "600")
-    try:
-        yield server.wait()
-    finally:
-        assert server.stop() == 0, server.log
-
-
-def test_a_grammar_that_takes_long_holds_up_nobody(patient: RunningServer) -> None:
-    client = patient.openai()
-    (compiler,) = patient.children(patient.engine_pid)["matching"]
-    # A process that is stopped takes as long as one likes.
-    os.kill(compiler, signal.SIGSTOP)
-    with ThreadPoolExecutor() as threads:
-        held = threads.submit(said, client, guided_regex="abc")
-        for _ in range(3):
-            assert client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5).choices
-        assert not held.done()
-        # Who leaves while a grammar is compiled leaves nothing behind.
-        with pytest.raises(openai.APITimeoutError):
-            said(client.with_options(timeout=1), guided_regex="abd")
-        chat = "/v1/chat/completions"
-        with patient.http() as http, pytest.raises(httpx.ReadTimeout):
-            http.post(chat, json={"messages": CHAT, "guided_regex": "abf", "stream": True}, timeout=1)
-        wait_until(lambda: f'handler="{chat}",status="499"}} 2.0' in patient.http().get("/metrics").text)
-        os.kill(compiler, signal.SIGCONT)
-        assert held.result() == "abc"
-    # One that dies is replaced.
-    os.kill(compiler, signal.SIGKILL)
-    wait_until(lambda: "State:\tZ" in Path(f"/proc/{compiler}/status").read_text())
-    assert said(client, guided_regex="abe") == "abe"
-    assert patient.children(patient.engine_pid)["matching"] != [compiler]
 
 
 def test_what_only_looks_like_a_reference_stays_as_it_is() -> None:

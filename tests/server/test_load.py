@@ -11,17 +11,17 @@ import pytest
 from tests.server.conftest import TINY
 from tests.server.running import RunningServer, wait_until
 
-from outrider.bench.load import (
+from outrider.tools.bench.load import (
     ADMIN_KEY,
+    ClientRecord,
     Footprint,
     LoadConfig,
-    Seen,
-    ended_by_itself,
     free_megabytes,
     growth_of,
-    left_behind,
+    problems_left,
     run_load,
     send_requests,
+    unexpected_ends,
 )
 
 
@@ -42,8 +42,8 @@ def test_nothing_is_left_behind_by_clients_that_come_err_and_leave(tiny_model_pa
 
 
 def test_an_engine_that_ends_without_being_killed_is_a_problem() -> None:
-    assert ended_by_itself(2, 2) == []
-    (problem,) = ended_by_itself(3, 2)
+    assert unexpected_ends(2, 2) == []
+    (problem,) = unexpected_ends(3, 2)
     assert "ended 3 times, but was killed 2 times" in problem
 
 
@@ -56,8 +56,8 @@ SMALL = {1: Footprint(3.0, 0), 2: Footprint(-1.0, 1)}
     [
         ({}, None),
         ({"pages": {"arenas": [{"runs": "1k1h8f", "pages": 10}]}}, "pages are not free"),
-        ({"violations": 2.0}, "the sanitizer saw 2"),
-        ({"log": "I1 broken at step 21: a write"}, "the sanitizer saw"),
+        ({"violations": 2.0}, "the sanitizer reported 2"),
+        ({"log": "I1 broken at step 21: a write"}, "the sanitizer reported"),
         ({"log": "x\nTraceback (most recent call last)"}, "traceback"),
         ({"growth": {7: Footprint(65.0, 0)}}, "process 7 has grown by 65 MB"),
         ({"growth": {7: Footprint(0.0, 9)}}, "9 files"),
@@ -66,8 +66,8 @@ SMALL = {1: Footprint(3.0, 0), 2: Footprint(-1.0, 1)}
 )
 def test_whatever_is_left_behind_is_a_problem(found: dict[str, Any], words: str | None) -> None:
     clean = {"pages": CLEAN, "violations": 0.0, "log": "all is well", "growth": SMALL}
-    problems = left_behind(**{**clean, **found})
-    assert [words in problem for problem in problems] == [] if words is None else [True]
+    problems = problems_left(**{**clean, **found})
+    assert [words is not None and words in problem for problem in problems] == ([] if words is None else [True])
 
 
 def test_only_processes_that_were_there_before_have_grown() -> None:
@@ -88,8 +88,8 @@ DONE = b"data: [DONE]\n\n"
     [
         (500, b"{}", "answered with 500"),
         (200, b"data: {}\n\n" + DONE, "malformed answered with 200"),
-        (400, b"", "an answer was broken off"),
-        (200, b"data: {}\n\n", "stopped without its end"),
+        (400, b"", "an answer broke off"),
+        (200, b"data: {}\n\n", "stopped without its final event"),
         (200, b'data: {"error": {"code": "engine_error"}}\n\n' + DONE, "ended with an error"),
     ],
 )
@@ -106,13 +106,13 @@ def test_whatever_a_client_should_not_meet_is_a_problem(status: int, body: bytes
         def log_message(self, *_arguments: object) -> None:
             pass
 
-    seen, stop = Seen(), threading.Event()
+    record, stop = ClientRecord(), threading.Event()
     with ThreadingHTTPServer(("127.0.0.1", 0), Wrong) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        client = threading.Thread(target=send_requests, args=(url, LoadConfig(), 0, seen, stop), daemon=True)
+        client = threading.Thread(target=send_requests, args=(url, LoadConfig(), 0, record, stop), daemon=True)
         client.start()
-        wait_until(lambda: any(words in problem for problem in seen.problems))
+        wait_until(lambda: any(words in problem for problem in record.problems))
         stop.set()
         client.join(60)
         server.shutdown()

@@ -15,9 +15,10 @@ def client(tiny: RunningServer) -> openai.OpenAI:
     return tiny.openai()
 
 
-def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_found(client: openai.OpenAI, tiny: RunningServer) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "outrider"
+    assert set(tiny.http().get("/version").json()) == {"version"}
 
 
 def test_a_stream_adds_up_to_the_whole_completion(client: openai.OpenAI) -> None:
@@ -204,16 +205,6 @@ def test_every_token_says_where_it_came_from_and_together_they_are_the_text(clie
     assert origins.count("accepted") == metrics["speculative_decoding"]["accepted_tokens"]
 
 
-def test_a_prompt_seen_before_comes_from_the_cache(client: openai.OpenAI) -> None:
-    prompt = "All the king's horses and all the king's men could not put it together again. " * 4
-    counts = [
-        client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage.prompt_tokens_details.cached_tokens
-        for _ in range(2)
-    ]
-    assert counts[0] == 0
-    assert counts[1] > 32
-
-
 def test_tokenize_and_detokenize_are_inverse(tiny: RunningServer) -> None:
     http = tiny.http()
     told = http.post("/tokenize", json={"prompt": "Grüße, 世界!", "return_token_strs": True}).json()
@@ -222,9 +213,3 @@ def test_tokenize_and_detokenize_are_inverse(tiny: RunningServer) -> None:
     chat = http.post("/tokenize", json={"messages": CHAT}).json()
     rendered = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
     assert rendered == "<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_health_ready_and_version(tiny: RunningServer) -> None:
-    http = tiny.http()
-    assert http.get("/health").status_code == http.get("/ready").status_code == 200
-    assert set(http.get("/version").json()) == {"version"}

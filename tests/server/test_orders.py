@@ -21,7 +21,7 @@ from outrider.server.http.keys import tenant_of
 from outrider.server.messages import Submit
 from outrider.server.observe.figures import Figures
 from outrider.server.observe.metrics import Metrics
-from outrider.server.observe.tracing import NoTracer
+from outrider.server.observe.tracing import Tracer
 from outrider.server.text_process.messages import Render
 
 KEY = "key"
@@ -38,9 +38,11 @@ class Recording(Service):
 
     def __init__(self) -> None:
         config = ServerConfig(api_keys=(KEY,))
-        facts = msgspec.structs.replace(FACTS, templates={"default": "?"}, sampling_defaults=RECOMMENDED)
+        facts = msgspec.structs.replace(
+            FACTS, text=msgspec.structs.replace(FACTS.text, templates={"default": "?"}), sampling_defaults=RECOMMENDED
+        )
         supervisor: Any = SimpleNamespace(facts=facts)
-        super().__init__(config, supervisor, Metrics(config.metrics_prefix, Figures(), "m"), NoTracer())
+        super().__init__(config, supervisor, Metrics(config.metrics_prefix, Figures(), "m"), Tracer())
         self.orders: list[Submit] = []
         texts: Any = object()
         self._token_texts = texts

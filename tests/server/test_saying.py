@@ -14,11 +14,9 @@ import httpx
 from tests.server.conftest import TINY
 from tests.server.running import wait_until
 
-from outrider.bench.server_process import COMMAND
-
 
 def start(model: Path, port: int, stderr: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", COMMAND, "serve", str(model), "--port", str(port), *TINY]
+    command = [sys.executable, "-m", "outrider", "serve", str(model), "--port", str(port), *TINY]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
 
 
@@ -39,7 +37,7 @@ def test_the_bar_is_gone_once_the_server_is_ready(tiny_model_path: Path) -> None
     before, _, after = said.partition(b"serving ")
     assert b"loading weights" in before
     assert b"loading" not in after
-    assert b"the server ends" in after
+    assert b"shutting down" in after
 
 
 def read(terminal: int) -> bytes:

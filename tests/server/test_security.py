@@ -1,10 +1,10 @@
-"""Attacks that other engines have fallen to, tried on this one. docs/serving.md has the limits.
+"""Attacks that have succeeded against other engines, tried on this one. docs/serving.md has the limits.
 
-unpickling what arrives
+unpickling of messages
     test_a_pickle_is_refused_by_every_decoder
     test_a_frame_that_is_no_message_is_refused
     tests/tidy: no_pickle
-sockets that others can reach
+sockets that other users can reach
     test_only_http_on_the_loopback_address_can_be_reached
     test_the_socket_to_the_engine_lies_in_a_private_directory
 transfer fields of clients and peers
@@ -12,6 +12,7 @@ transfer fields of clients and peers
     tests/transfer: test_an_offer_that_makes_no_sense_is_a_transfer_error
 n, logprobs and lists without bounds
     test_everything_that_can_be_many_is_bounded_on_every_route
+    test_errors: test_a_wrong_field_is_named
     test_prompts_times_n_are_bounded_by_the_queue
     test_access: test_configured_limits_hold, test_a_full_queue_says_when_to_come_back
 schemas and grammars without bounds
@@ -20,23 +21,23 @@ bodies: size, depth, slow senders
     test_access: test_a_body_that_is_too_large_is_refused_however_it_comes
     test_access: test_a_body_that_never_ends_is_left
     test_errors: test_a_body_that_is_no_request_is_refused
-templates that never end or eat memory
+templates that never end or exhaust memory
     test_errors: test_a_template_that_does_not_end_is_interrupted_and_others_are_served
     test_a_template_that_eats_memory_is_an_error_of_the_request
     test_a_template_cannot_leave_its_sandbox
-patterns that take for ever
+patterns with exponential time
     test_tool_calls: test_white_space_without_end_takes_no_time
-token ids that do not exist
+invalid token ids
     test_token_ids_that_do_not_exist_harm_nobody
     test_token_ids_in_settings_are_checked_too
 addresses that the server is made to fetch
     test_nothing_that_a_client_names_is_fetched
-a cache that tells tenants of each other
+cache timing across tenants
     test_access: test_tenants_do_not_share_a_prefix_cache
-state of a slot that its next user inherits
+state left over from an earlier request
     test_a_request_inherits_nothing_from_those_before_it
 routes without a key, admin routes
-    test_access: test_a_key_is_needed_on_every_route_but_health
+    test_access: test_a_key_is_needed_on_every_route_but_health_and_the_page
     test_access: test_admin_routes_take_only_the_admin_key
 web pages that reach a server without a key
     test_errors: test_a_foreign_host_header_is_refused_without_a_key
@@ -53,16 +54,15 @@ from typing import Any
 import msgspec
 import pytest
 from tests.server.running import RunningServer, wait_until
-from tests.server.tiny_model import real_text
+from tests.server.tiny_model import text_worker
 
 from outrider.server.config import ServerConfig
 from outrider.server.messages import Abort, decode_to_engine, decode_to_front, encode
-from outrider.server.text_process.messages import BadText, Render, TextSetup, decode_answer, decode_order
-from outrider.server.text_process.worker import TextWorker
+from outrider.server.text_process.messages import BadText, Render, decode_answer, decode_order
 
 
 class Evil:
-    """Whoever unpickles it creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,19 +172,7 @@ def test_a_request_inherits_nothing_from_those_before_it(tiny: RunningServer) ->
 
 def test_a_template_that_eats_memory_is_an_error_of_the_request() -> None:
     template = "{% set ns = namespace(text='x' * 1000000) %}{% for m in messages %}{{ ns.text }}{% endfor %}"
-    worker = TextWorker(
-        TextSetup(
-            tokenizer=real_text().tokenizer.to_json(),
-            tokenizer_source="test",
-            bos_id=None,
-            eos_ids=(),
-            templates={"default": template},
-            template_source="test",
-            template_variables={},
-            memory_bytes_max=1 << 34,
-        )
-    )
-    answer = worker.obey(Render(messages=[{"role": "user", "content": "x"}] * 40, tokens_max=10))
+    answer = text_worker(template).carry_out(Render(messages=[{"role": "user", "content": "x"}] * 40, tokens_max=10))
     assert isinstance(answer, BadText)
     assert "characters" in answer.message
 
@@ -205,16 +193,6 @@ COMPLETION: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", COMPLETION | {"n": 17}),
-        ("/v1/completions", COMPLETION | {"logprobs": 21}),
-        ("/v1/completions", {"prompt": ["x"] * 65}),
-        ("/v1/completions", {"prompt": [[1]] * 65}),
-        ("/v1/completions", COMPLETION | {"logit_bias": {str(token): 1 for token in range(1025)}}),
-        ("/v1/completions", COMPLETION | {"stop_token_ids": [5] * 4097}),
-        ("/v1/completions", COMPLETION | {"allowed_token_ids": [5] * 4097}),
-        ("/v1/completions", COMPLETION | {"stop": ["x"] * 17}),
-        ("/v1/completions", COMPLETION | {"priority": -1}),
-        ("/v1/completions", COMPLETION | {"cache_salt": "x" * 257}),
         ("/v1/chat/completions", CHAT | {"n": 17}),
         ("/v1/chat/completions", CHAT | {"n": 1 << 62}),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}),

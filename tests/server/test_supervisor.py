@@ -15,7 +15,7 @@ from outrider.server.messages import Ready
 
 
 def supervisor() -> Supervisor:
-    return Supervisor(EngineConfig(model="m"), grammar_compile_limit_s=1.0, timeout_s=1.0)
+    return Supervisor(EngineConfig(model="m"), timeout_s=1.0)
 
 
 def test_an_engine_that_does_not_start_is_tried_after_longer_and_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

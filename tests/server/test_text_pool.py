@@ -17,7 +17,7 @@ class Scripted(TextPool):
     """Processes that do as told: `TimeoutError` stands for one that never answers."""
 
     def __init__(self, *does: Exception | None, starts: bool = True) -> None:
-        super().__init__(FACTS, processes=1, limit_s=60)
+        super().__init__(FACTS.text, processes=1, limit_s=60)
         self._does = list(does)
         self._starts = starts
         self.started = 0
@@ -59,7 +59,7 @@ def test_what_takes_too_long_is_not_tried_again() -> None:
     pool = Scripted(TimeoutError())
     with pytest.raises(RequestError, match="within 60 s"):
         tokens(pool)
-    assert (pool.started, pool.interrupted) == (0, 1)
+    assert (pool.started, pool.timeouts) == (0, 1)
 
 
 def test_a_process_that_cannot_be_started_is_no_fault_of_the_text() -> None:

@@ -14,7 +14,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from tests.server.facts import FACTS
 from tests.server.running import RunningServer
-from tests.server.tiny_model import real_text
+from tests.server.tiny_model import text_worker
 
 from outrider.sampling import SamplingParams
 from outrider.server.front.conversation import check_tool_choice
@@ -27,8 +27,7 @@ from outrider.server.protocol.responses import ResponsesRequest
 from outrider.server.routes.chat import ChatWriter
 from outrider.server.routes.responses import ResponseWriter
 from outrider.server.routes.responses_input import as_chat
-from outrider.server.text_process.messages import Render, TextSetup
-from outrider.server.text_process.worker import TextWorker
+from outrider.server.text_process.messages import Render
 
 WEATHER = {
     "type": "function",
@@ -124,26 +123,10 @@ def test_results_must_answer_a_call(client: openai.OpenAI, result: dict[str, Any
         client.chat.completions.create(model="tiny", messages=[*ASKED, right])
 
 
-def worker(template: str) -> TextWorker:
-    tokenizer = real_text().tokenizer
-    return TextWorker(
-        TextSetup(
-            tokenizer=tokenizer.to_json(),
-            tokenizer_source="test",
-            bos_id=None,
-            eos_ids=(),
-            templates={"default": template},
-            template_source="test",
-            template_variables={},
-            memory_bytes_max=1 << 32,
-        )
-    )
-
-
-def test_a_template_without_tools_gets_them_spelt_out() -> None:
+def test_a_template_without_tools_gets_them_in_the_messages() -> None:
     """As the default model's, whose template knows roles and contents only."""
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    own = worker(template)
+    own = text_worker(template)
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"town": "Oslo"}'}}
     order = Render(
         messages=[
@@ -155,7 +138,7 @@ def test_a_template_without_tools_gets_them_spelt_out() -> None:
         tools=[WEATHER],
         tokens_max=4096,
     )
-    text = own.tokenizer.decode(own.obey(order).token_ids, skip_special_tokens=False)  # type: ignore[union-attr]
+    text = own.tokenizer.decode(own.carry_out(order).token_ids, skip_special_tokens=False)  # type: ignore[union-attr]
     assert text.startswith("[system] Be kind.\n\nYou may call functions")
     assert '"description": "The weather in a town"' in text
     assert f"[assistant] {CALL}" in text
@@ -163,9 +146,9 @@ def test_a_template_without_tools_gets_them_spelt_out() -> None:
 
 
 def test_a_last_message_can_be_continued() -> None:
-    own = worker("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}")
+    own = text_worker("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}")
     messages = [*ASKED, {"role": "assistant", "content": "It is"}]
-    answer = own.obey(Render(messages=messages, continue_last=True, add_generation_prompt=False, tokens_max=99))
+    answer = own.carry_out(Render(messages=messages, continue_last=True, add_generation_prompt=False, tokens_max=99))
     assert own.tokenizer.decode(answer.token_ids).endswith("<assistant>It is")  # type: ignore[union-attr]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from outrider.engine.speculation import SpeculationCounts
 from outrider.sampling import SamplingParams
 from outrider.server.front.totals import Totals
-from outrider.server.messages import Delta, Ending, SpeculationFigures, Submit
+from outrider.server.messages import Delta, Ending, Submit
 
 
 def ended(name: str, *, scheduled_s: float, first_token_s: float, finished_s: float, cached_tokens: int) -> Delta:
@@ -17,7 +18,7 @@ def ended(name: str, *, scheduled_s: float, first_token_s: float, finished_s: fl
         generated_tokens=3,
         cached_tokens=cached_tokens,
         steps=5,
-        speculation=SpeculationFigures(drafts=2, draft_tokens=6, accepted_tokens=3, accepted_at=[2, 1, 0]),
+        speculation=SpeculationCounts(drafts=2, draft_tokens=6, accepted_tokens=3, accepted_at=[2, 1, 0]),
     )
     return Delta(request_id=name, index=0, text="", token_ids=[1, 2, 3], pieces=[""] * 3, origins="ppp", ending=ending)
 
@@ -35,12 +36,7 @@ def test_times_are_from_arrival_and_those_of_whoever_came_first() -> None:
     assert totals.complete
     metrics = totals.metrics()
     speculation = metrics.pop("speculative_decoding")
-    assert metrics == {
-        "time_in_queue_s": 2.0,
-        "time_to_first_token_s": 4.0,
-        "engine_time_s": 10.0,
-        "steps": 10,
-    }
+    assert metrics == {"time_in_queue_s": 2.0, "time_to_first_token_s": 4.0, "engine_time_s": 10.0, "steps": 10}
     assert speculation == {
         "drafts": 4,
         "draft_tokens": 12,

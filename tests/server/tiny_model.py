@@ -13,6 +13,8 @@ from outrider.models.load import text_of_gguf
 from outrider.models.resolve import DEFAULT_MODEL, resolve_model
 from outrider.models.text import ModelText
 from outrider.models.weights import open_checkpoint
+from outrider.server.messages import TextFacts
+from outrider.server.text_process.worker import TextWorker
 
 CONTEXT = 512
 # Knows tools as Qwen's templates do, how much to think as gpt-oss', and has a loop that a client can make endless.
@@ -33,6 +35,21 @@ def real_text() -> ModelText:
     """Tokenizer and template of the default model."""
     checkpoint = open_checkpoint(resolve_model(DEFAULT_MODEL).path)
     return text_of_gguf(checkpoint.file)  # type: ignore[attr-defined]
+
+
+def text_worker(template: str) -> TextWorker:
+    """A worker with the default model's tokenizer and this chat template, in this process."""
+    return TextWorker(
+        TextFacts(
+            tokenizer=real_text().tokenizer.to_json(),
+            tokenizer_source="test",
+            bos_id=None,
+            eos_ids=(),
+            templates={"default": template},
+            template_source="test",
+            template_variables={},
+        )
+    )
 
 
 def save_tiny_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:

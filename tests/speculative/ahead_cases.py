@@ -13,9 +13,9 @@ from tests.speculative.dense import AheadReference, FirstReference, ModuleRefere
 from torch import Tensor
 
 from outrider.models.load import LoadedModel
-from outrider.speculative.checkpoints.eagle import load_eagle
-from outrider.speculative.checkpoints.mtp import load_mtp
 from outrider.speculative.drafter import Drafter
+from outrider.speculative.drafters.eagle import load_eagle
+from outrider.speculative.drafters.mtp import load_mtp
 from outrider.speculative.settings import DrafterSettings
 
 

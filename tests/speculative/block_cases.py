@@ -14,8 +14,8 @@ from tests.speculative.dense import Tensors, block_logits, target_layers
 from torch import Tensor
 
 from outrider.models.load import LoadedModel
-from outrider.speculative.checkpoints.dflash import load_dflash
 from outrider.speculative.drafter import Drafter
+from outrider.speculative.drafters.dflash import load_dflash
 from outrider.speculative.settings import DrafterSettings
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 4, 2, 16, 40
@@ -72,7 +72,7 @@ class BlockCase:
         return self.layout == "speculators"
 
     def visible(self, layer: int, queries: Tensor, keys: Tensor, anchor: int) -> Tensor:
-        """Who sees whom. Keys before the anchor are context, the others are the block's rows."""
+        """Which keys each query sees. Keys before the anchor are context, the others are the block's rows."""
         window, causal = self.windows[layer], self.causal[layer]
         seen = torch.ones(queries.shape[0], keys.shape[1], dtype=torch.bool)
         if causal:
@@ -107,7 +107,7 @@ BLOCK_CASES = {
 
 
 def block_tensors(case: BlockCase, vocabulary: int) -> Tensors:
-    """Under their plain names."""
+    """The tensors of a drafter, under the names of the z-lab layout."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def weight(*shape: int, scale: float = 1.5) -> Tensor:
@@ -150,7 +150,7 @@ def block_tensors(case: BlockCase, vocabulary: int) -> Tensors:
 
 
 def vocabulary_map(size: int, vocabulary: int, generator: torch.Generator) -> Tensors:
-    """Which tokens of the target can be drafted."""
+    """The tokens of the target that can be drafted."""
     chosen = torch.randperm(vocabulary, generator=generator)[:size].sort().values
     marks = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, chosen, True)
     return {"d2t": chosen - torch.arange(size), "t2d": marks}

@@ -17,9 +17,9 @@ from tests.speculative.tiny import settings_for
 from torch import Tensor
 
 from outrider.api.llm import LLM
+from outrider.backends.base import Backend
 from outrider.engine.engine import Engine
 from outrider.engine.ties import TIE_TOLERANCE
-from outrider.layers.ops import Ops
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafter import Drafter
@@ -71,14 +71,14 @@ def engine_with(
     *,
     block_size: int = 8,
     max_len: int = 256,
-    drafter_ops: Ops | None = None,
+    drafter_backend: Backend | None = None,
     draft_vocab_size: int | None = None,
     **more: Any,
 ) -> tuple[Engine, Recorder]:
     """An engine whose drafts are right in part, and what its drafter really said."""
     settings = settings_for(target, page_tokens=block_size, max_model_len=max_len, draft_vocab_size=draft_vocab_size)
-    if drafter_ops is not None:
-        settings = replace(settings, ops=drafter_ops)
+    if drafter_backend is not None:
+        settings = replace(settings, backend=drafter_backend)
     recorder = Recorder(case.load(directory, target, settings), mostly_right(texts) if texts else None)
     return tiny_engine(target, drafter=recorder, method=case.method, block_size=block_size, **more), recorder
 

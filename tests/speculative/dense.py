@@ -29,8 +29,8 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """q: [queries, heads, dim], k and v: [keys, kv heads, dim], visible: bool [queries, keys]."""
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    queries_per_key = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
@@ -101,7 +101,7 @@ def block_logits(
     """DFlash: logits of a block's masks.
 
     `context`: taps of all tokens before the anchor, side by side. `block`: embeddings of the anchor and the masks.
-    `visible(layer, query positions, key positions, anchor)` says who sees whom.
+    `visible(layer, query positions, key positions, anchor)` says which keys a query sees.
     """
     anchor, rows = len(context), len(block)
     places = torch.arange(anchor + rows)
@@ -130,14 +130,14 @@ class AheadReference:
         self.head = tensors.get("lm_head.weight", target.parameters.head.weight)
 
     def features(self, tokens: Sequence[int]) -> Tensor:
-        """Of all positions of the target."""
+        """The features of all positions of the target."""
         raise NotImplementedError
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the features of the next row."""
+        """Returns the logits of a row and the features of the next row."""
         raise NotImplementedError
 
     def last_normed(self, tokens: Sequence[int]) -> Tensor:
@@ -164,7 +164,7 @@ class AheadReference:
 
 
 class FirstReference(AheadReference):
-    """EAGLE-1."""
+    """A dense reference of EAGLE-1."""
 
     def features(self, tokens: Sequence[int]) -> Tensor:
         return self.last_normed(tokens)
@@ -179,7 +179,7 @@ class FirstReference(AheadReference):
 
 
 class ThirdReference(AheadReference):
-    """EAGLE-3."""
+    """A dense reference of EAGLE-3."""
 
     taps: tuple[int, ...] = ()
     normed_residual = False

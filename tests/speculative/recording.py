@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow
+from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, Proposal, ProposeRow
 
 
-class Proposal(NamedTuple):
+class Recorded(NamedTuple):
     tokens: list[int]
     """Committed tokens, the last sampled one included."""
     k: int
@@ -24,13 +24,13 @@ class Recorder(Drafter):
         self.inner = inner
         self.footprint = inner.footprint
         self.layer_groups = inner.layer_groups
-        self.proposals: list[Proposal] = []
+        self.proposals: list[Recorded] = []
         self.batches: list[list[int]] = []
         """The k of each batch's requests."""
         self.fed: list[tuple[str, int, int]] = []
         self._hand_in = hand_in
         self.cut = False
-        """Unlikely drafts are left out."""
+        """Whether the drafter may leave out unlikely drafts."""
 
     def bind(self, services: DraftServices) -> None:
         self.inner.bind(services)
@@ -38,10 +38,7 @@ class Recorder(Drafter):
     def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
         self.fed += [(row.request.id, row.interval.start, row.interval.end) for row in feeds]
         found = self.inner.step(feeds, taps, proposals)
-        return self._noted(proposals, found) if proposals else []
-
-    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
-        raise AssertionError("a runner asks for steps")
+        return self._noted(proposals, [Proposal.of(each).drafts for each in found]) if proposals else []
 
     def _noted(self, rows: Sequence[ProposeRow], found: list[list[int]]) -> list[list[int]]:
         self.batches.append([row.k for row in rows])
@@ -51,7 +48,7 @@ class Recorder(Drafter):
             assert len(tokens) == row.v + 1
             # Fewer only where unlikely drafts are left out.
             assert len(drafts) == row.k or (self.cut and len(drafts) < row.k)
-            self.proposals.append(Proposal(tokens, row.k, drafts))
+            self.proposals.append(Recorded(tokens, row.k, drafts))
             handed.append(drafts if self._hand_in is None else self._hand_in(tokens, drafts))
         return handed
 

@@ -22,20 +22,18 @@ WHOLE = DraftVocabulary(size=6)
 
 class Asked:
     def __init__(self, name: str, *, draws_depend: bool) -> None:
-        self.id, self.line, self.draws_depend = name, 0, draws_depend
+        self.id, self.table_row, self.draws_depend = name, 0, draws_depend
         self.tokens = array("I", [1])
 
 
 def services(calls: list[list[DrawRow]]) -> DraftServices:
-    def draw(logits: Tensor, rows: Sequence[DrawRow], _vocabulary: DraftVocabulary) -> list[int]:
+    def draw(logits: Tensor, rows: Sequence[DrawRow], _vocabulary: DraftVocabulary, _argmax: Any = None) -> list[int]:
         assert len(logits) == len(rows)
         calls.append(list(rows))
         return logits.argmax(-1).tolist()
 
     unused: Any = None
-    return DraftServices(
-        rows=unused, groups=range(0), kv=(), draw=draw, weighs=lambda: False, worth_going_on=lambda _: True
-    )
+    return DraftServices(batches=unused, groups=range(0), kv=(), draw=draw, worth_going_on=lambda _: True)
 
 
 def test_all_at_once_unless_draws_depend_on_each_other() -> None:

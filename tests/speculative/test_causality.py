@@ -24,14 +24,14 @@ from tests.speculative.tiny import settings_for
 from torch import Tensor
 
 from outrider.api.llm import LLM
+from outrider.backends.attention import AttentionLayer, AttentionMetadata, PagedKV
+from outrider.backends.base import Capability
+from outrider.backends.reference.backend import ReferenceBackend
 from outrider.engine.ties import TIE_TOLERANCE
 from outrider.errors import ConfigError
-from outrider.layers.attention import AttentionLayer, AttentionRows, PagedKV
-from outrider.layers.ops import Ability, TorchOps
 from outrider.models.recipes.config import ConfigReader
 from outrider.speculative import abilities
-from outrider.speculative.checkpoints import dflash
-from outrider.speculative.drafters import dflash as network
+from outrider.speculative.drafters import dflash
 
 BOTH_WAYS = {name: case for name, case in CASES.items() if isinstance(case, BlockCase) and not all(case.causal)}
 ONE_WAY = {name: case for name, case in CASES.items() if isinstance(case, BlockCase) and any(case.causal)}
@@ -67,13 +67,13 @@ def drafts_of(case: Case, tmp_path: Path, **more: Any) -> float:
 @pytest.mark.parametrize("name", [*BOTH_WAYS, *ONE_WAY])
 def test_ignoring_causality_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug put back: every block attends the other way."""
-    right = network.block_groups
+    right = dflash.block_groups
 
-    def wrong(spec: network.DFlashSpec, **sizes: int) -> Any:
+    def wrong(spec: dflash.DFlashSpec, **sizes: int) -> Any:
         groups = right(spec, **sizes)
         return replace(groups, specs=tuple(replace(group, causal=not group.causal) for group in groups.specs))
 
-    monkeypatch.setattr(network, "block_groups", wrong)
+    monkeypatch.setattr(dflash, "block_groups", wrong)
     assert drafts_of(CASES[name], tmp_path) > TIE_TOLERANCE
 
 
@@ -103,58 +103,58 @@ def test_windows_that_are_off_by_one_are_seen(name: str, shift: int, tmp_path: P
 # ---- operations that cannot do everything ----------------------------------------------------------------
 
 
-class CausalOps(TorchOps):
+class CausalBackend(ReferenceBackend):
     """Reads no key past a row's own, whatever it is told."""
 
     name = "causal only"
-    abilities = frozenset({Ability.CAUSAL, Ability.WINDOW})
+    capabilities = frozenset({Capability.CAUSAL, Capability.WINDOW})
 
-    def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, rows: AttentionRows) -> Tensor:
-        stops = torch.minimum(rows.stop_key, (rows.positions + 1).int())
-        return super().attend(qkv, layer, kv, replace(rows, stop_key=stops))
+    def attend(self, qkv: Tensor, layer: AttentionLayer, kv: PagedKV, metadata: AttentionMetadata) -> Tensor:
+        stops = torch.minimum(metadata.stop_key, metadata.positions + 1)
+        return super().attend(qkv, layer, kv, replace(metadata, stop_key=stops))
 
 
-class BothWaysOps(TorchOps):
+class BothWaysBackend(ReferenceBackend):
     """Has no causal mask: rows of one block always see each other."""
 
     name = "both ways only"
-    abilities = frozenset({Ability.NON_CAUSAL, Ability.WINDOW})
+    capabilities = frozenset({Capability.NON_CAUSAL, Capability.WINDOW})
 
 
-class FullOps(TorchOps):
+class FullBackend(ReferenceBackend):
     name = "no windows"
-    abilities = frozenset({Ability.CAUSAL, Ability.NON_CAUSAL})
+    capabilities = frozenset({Capability.CAUSAL, Capability.NON_CAUSAL})
 
 
 @pytest.mark.parametrize(
-    ("name", "ops", "parts"),
+    ("name", "backend", "parts"),
     [
-        ("full", CausalOps(), ("layer 0", "both ways", "'causal only'", "causal, window", "ops='torch'")),
-        ("mixed", CausalOps(), ("layer 1", "both ways")),
-        ("full, causal inside", BothWaysOps(), ("layer 0", "attends causally", "'both ways only'", "ops='torch'")),
-        ("mixed", BothWaysOps(), ("layer 0", "attends causally")),
-        ("sliding", FullOps(), ("layer 0", "within a window", "'no windows'", "causal, non-causal")),
-        ("speculators, sliding", FullOps(), ("layer 0", "within a window")),
-        ("eagle3", BothWaysOps(), ("layer 0", "attends causally")),
-        ("mtp, qwen", BothWaysOps(), ("layer 0", "attends causally")),
+        ("full", CausalBackend(), ("layer 0", "both ways", "'causal only'", "causal, window", "'reference'")),
+        ("mixed", CausalBackend(), ("layer 1", "both ways")),
+        ("full, causal inside", BothWaysBackend(), ("layer 0", "attends causally", "'both ways only'", "'reference'")),
+        ("mixed", BothWaysBackend(), ("layer 0", "attends causally")),
+        ("sliding", FullBackend(), ("layer 0", "within a window", "'no windows'", "causal, non-causal")),
+        ("speculators, sliding", FullBackend(), ("layer 0", "within a window")),
+        ("eagle3", BothWaysBackend(), ("layer 0", "attends causally")),
+        ("mtp, qwen", BothWaysBackend(), ("layer 0", "attends causally")),
     ],
 )
 def test_what_the_operations_cannot_do_is_refused(
-    name: str, ops: TorchOps, parts: tuple[str, ...], tmp_path: Path
+    name: str, backend: ReferenceBackend, parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     target = three_layers()
     with pytest.raises(ConfigError) as refusal:
-        CASES[name].load(tmp_path, target, settings_for(target, ops=ops))
+        CASES[name].load(tmp_path, target, settings_for(target, backend=backend))
     for part in parts:
         assert part in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["full, causal inside", "sliding", "eagle3", "mtp, qwen"])
 def test_what_they_can_do_is_not(name: str, tmp_path: Path) -> None:
-    assert drafts_of(CASES[name], tmp_path, drafter_ops=CausalOps()) < TIE_TOLERANCE
+    assert drafts_of(CASES[name], tmp_path, drafter_backend=CausalBackend()) < TIE_TOLERANCE
 
 
 def test_a_check_that_is_skipped_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug put back: a block that attends both ways on operations that cannot."""
     monkeypatch.setattr(abilities, "needed", lambda groups, layer: frozenset())
-    assert drafts_of(CASES["full"], tmp_path, drafter_ops=CausalOps()) > TIE_TOLERANCE
+    assert drafts_of(CASES["full"], tmp_path, drafter_backend=CausalBackend()) > TIE_TOLERANCE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.lossless import tokens_of
-from tests.engine.tiny import tiny_engine, tiny_model, tiny_spec
+from tests.engine.tiny import tiny_model, tiny_spec
 from tests.models import fakes
 from tests.speculative.ahead_cases import ModuleCase, ThirdCase
 from tests.speculative.cases import CASES, GREEDY, assert_as_reference, engine_with, prompts, three_layers
@@ -36,17 +36,6 @@ def load(directory: Path, target: LoadedModel, method: str) -> Any:
 
 
 # ---- what is accepted ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method != "mtp"])
-def test_every_layout_loads_and_runs(name: str, target: LoadedModel, tmp_path: Path) -> None:
-    case = CASES[name]
-    config = SpeculativeConfig(method=case.method, model=str(case.save(tmp_path, target)), num_speculative_tokens=3)
-    engine = tiny_engine(target, speculative_config=config)
-    assert tokens_of(LLM.over(engine).generate([[1, 2, 3]], GREEDY)) == tokens_of(
-        LLM.over(tiny_engine(target)).generate([[1, 2, 3]], GREEDY)
-    )
-    assert engine.speculation.draft_tokens > 0
 
 
 def test_shards_and_other_types_of_numbers_load(target: LoadedModel, tmp_path: Path) -> None:
@@ -91,7 +80,7 @@ def test_a_module_in_the_target_s_directory_drafts(family: str, layout: str, tmp
     fakes.edit_json(path / "config.json", num_nextn_predict_layers=1)
     settings = EngineConfig(
         model=str(path),
-        ops="torch",
+        backend="reference",
         max_model_len=100,
         kv_cache_memory_bytes=1 << 22,
         sanitizer="raise",
@@ -137,7 +126,7 @@ def extra(name: str) -> Damage:
 
 
 def d2t_twice(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Two draft tokens for one of the target's."""
+    """Maps two draft tokens to one token of the target."""
     tensors["d2t"][-1] = tensors["d2t"][-2] - 1
 
 
@@ -273,7 +262,7 @@ def module_target(tmp_path: Path, target: LoadedModel, damage: Damage, layout: s
     [
         ("deepseek", at_top(num_nextn_predict_layers=3), "num_nextn_predict_layers is 3"),
         ("deepseek", extra("model.layers.3.self_attn.kv_a_proj_with_mqa.weight"), "latent"),
-        ("deepseek", without("model.layers.3.eh_proj.weight"), "no module"),
+        ("deepseek", without("model.layers.3.eh_proj.weight"), "no MTP module"),
         ("deepseek", without("model.layers.3.enorm.weight"), "missing model.layers.3.enorm.weight"),
         ("qwen", at_top(mtp_num_hidden_layers=2), "mtp_num_hidden_layers is 2"),
         ("qwen", extra("mtp.layers.1.input_layernorm.weight"), "several layers"),
@@ -290,7 +279,5 @@ def test_broken_modules_are_refused(
 
 
 def test_a_target_without_files_has_no_module(target: LoadedModel) -> None:
-    with pytest.raises(ModelError, match="no directory of safetensors"):
+    with pytest.raises(ModelError, match="not a directory of safetensors"):
         load_drafter(SpeculativeConfig(method="mtp"), settings_for(target))
-    with pytest.raises(ConfigError, match="drop 'model'"):
-        load_drafter(SpeculativeConfig(method="mtp", model="elsewhere"), settings_for(target))

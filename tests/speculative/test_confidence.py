@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,30 +15,31 @@ from tests.speculative.tiny import settings_for
 
 from outrider.api.llm import LLM
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.engine.build import CPU_CONFIDENCE, build_engine
+from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
 from outrider.runner.sampler import RequestSampling
 from outrider.sampling import SamplingParams
+from outrider.scheduler import Request
 from outrider.speculative.drafter import Drafter, FeedRow, ProposeRow
 
 K = 5
 
 
 class Watched:
-    """How many drafts were made, and how many of them were handed in."""
+    """Counts the drafts that were asked for, made and verified."""
 
     def __init__(self, engine: Engine, drafter: Drafter) -> None:
         self.made: list[int] = []
         self.asked: list[int] = []
-        """In the first steps of each request, which are far from its end."""
+        """The k of the first steps of each request, which are far from its end."""
         step = drafter.step
 
         def counted(feeds: list[FeedRow], taps: torch.Tensor, rows: list[ProposeRow]) -> list[list[int]]:
             drafts = step(feeds, taps, rows)
-            self.asked.extend(row.k for row in rows if len(row.request.tokens) - row.request.prompt_len < 10)
+            self.asked.extend(row.k for row in rows if len(row.request.tokens) - row.request.record.prompt_len < 10)
             self.made.extend(map(len, drafts))
             return drafts
 
@@ -57,7 +60,7 @@ def engine_over(drafter: Drafter, target: LoadedModel, method: str, **speculatio
         kv_cache_memory_bytes=1 << 23,
         sanitizer="raise",
         sanitizer_level="bytes",
-        ops="torch",
+        backend="reference",
         device="cpu",
         speculative_config=SpeculativeConfig(method=method, **speculation),
     )
@@ -103,59 +106,67 @@ def test_a_draft_model_stops_where_it_is_unsure() -> None:
     assert sum(some.made) < sum(everything.made)
 
 
-def test_what_is_kept_is_likely_together() -> None:
-    request = RunningRequest(
-        "a", [1], RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu"), prompt_len=1
-    )
-    for share in (0.9, 0.5, 0.5, 0.9):
-        request.drafted(share)
-    request.propose([1, 2, 3, 4], 0.3)
-    assert request.drafts == [1, 2]
-    assert request.confidence == pytest.approx(0.9 * 0.5 * 0.5 * 0.9)
-    request.propose([1, 2, 3, 4], 0.0)
-    assert request.drafts == [1, 2, 3, 4]
-    request.begin_drafting()
-    assert (request.drafts, request.confidence) == ([], 1.0)
-    # What is not a number is not likely, nor is anything behind it.
-    for share in (0.9, float("nan"), 1.0):
-        request.drafted(share)
-    request.propose([1, 2, 3], 0.001)
-    assert request.drafts == [1]
-    request.begin_drafting()
-    # Who looks drafts up instead of drawing them says nothing of how likely they are.
-    request.propose([5, 6], 0.9)
-    assert request.drafts == [5, 6]
+def request() -> RunningRequest:
+    record = SimpleNamespace(id="a", tokens=array("I", [1]))
+    sampling = RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu")
+    return RunningRequest(cast(Request, record), sampling)
 
 
-def test_a_block_asks_for_as_many_drafts_as_were_likely_a_moment_ago() -> None:
-    request = RunningRequest(
-        "a", [1], RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu"), prompt_len=1
-    )
-    asked = []
+@pytest.mark.parametrize(
+    ("probabilities", "least", "verified"),
+    [
+        ((0.9, 0.5, 0.5, 0.9), 0.3, 2),
+        ((0.9, 0.5, 0.5, 0.9), 0.0, 4),
+        # What is not a number is not likely, nor is anything behind it.
+        ((0.9, float("nan"), 1.0), 0.001, 1),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["from logits", "its own"])
+def test_drafts_are_verified_while_their_joint_probability_is_high_enough(
+    probabilities: tuple[float, ...], least: float, verified: int, own: bool
+) -> None:
+    drafting, drafts = request(), [*range(len(probabilities))]
+    for probability in probabilities:
+        # A drafter's own estimate counts instead of that of its logits.
+        drafting.drafted(0.8 if own else probability)
+    drafting.propose(drafts, least, probabilities if own else None)
+    assert drafting.drafts == drafts[:verified]
+    drafting.begin_drafting()
+    assert (drafting.drafts, drafting.confidence) == ([], 1.0)
+
+
+def test_drafts_that_are_looked_up_have_no_probability_and_are_all_verified() -> None:
+    drafting = request()
+    drafting.propose([5, 6], 0.9)
+    assert drafting.drafts == [5, 6]
+
+
+def test_a_block_asks_for_as_many_drafts_as_were_likely_in_the_step_before() -> None:
+    drafting, asked = request(), []
     for likely in (7, 2, 0, 1, 3, 7, 5, 4):
-        asked.append(request.worth_asking(7))
-        request.begin_drafting()
+        asked.append(drafting.worth_asking(7))
+        drafting.begin_drafting()
         for number in range(asked[-1]):
-            request.drafted(1.0 if number < likely else 0.1)
-        request.propose([3] * asked[-1], 0.5)
-        assert len(request.drafts) == min(likely, asked[-1])
+            drafting.drafted(1.0 if number < likely else 0.1)
+        drafting.propose([3] * asked[-1], 0.5)
+        assert len(drafting.drafts) == min(likely, asked[-1])
     # One more than were likely; where all were, twice as many.
     assert asked == [7, 7, 3, 1, 3, 7, 7, 6]
-    assert request.worth_asking(2) == 2
-    request.begin_drafting()
-    # Whoever verifies everything asks for everything.
-    request.drafted(0.1)
-    request.propose([3], 0.0)
-    assert request.worth_asking(7) == 5
+    assert drafting.worth_asking(2) == 2
+    drafting.begin_drafting()
+    # With a threshold of 0 nothing is learnt from unlikely drafts.
+    drafting.drafted(0.1)
+    drafting.propose([3], 0.0)
+    assert drafting.worth_asking(7) == 5
 
 
-def test_who_names_no_number_gets_what_the_drafter_is_made_for(tmp_path: Path) -> None:
+def test_without_a_number_the_drafter_makes_as_many_drafts_as_it_was_trained_for(tmp_path: Path) -> None:
     target, case = three_layers(), ONE_OF_EACH["full"]
     case.save(tmp_path, target)
     drafter = case.load(tmp_path, target, settings_for(target, page_tokens=8))
     by_itself = engine_over(drafter, target, case.method)
     assert by_itself.k == drafter.usual_k == drafter.footprint.block_rows - 1
-    assert by_itself.runner.least_confidence == CPU_CONFIDENCE
+    assert by_itself.runner.least_confidence == by_itself.runner.backend.draft_confidence
     told = engine_over(drafter, target, case.method, num_speculative_tokens=2)
     assert (told.k, told.runner.least_confidence) == (2, 0.0)
     both = engine_over(drafter, target, case.method, draft_confidence=0.5)
@@ -163,27 +174,6 @@ def test_who_names_no_number_gets_what_the_drafter_is_made_for(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, 2, float("nan"), True, "0.5"])
-def test_a_confidence_that_is_none_is_refused(wrong: Any) -> None:
+def test_a_confidence_outside_its_range_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"draft_confidence must lie in \[0, 1\)"):
         SpeculativeConfig(method="dflash", draft_confidence=wrong)
-
-
-def test_texts_need_no_torch_threads_of_their_own() -> None:
-    """PyTorch's threads are put aside for a step, and come back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        seen: list[int] = []
-        engine = tiny_engine(ops="numba")
-        forward = engine.runner._target.forward
-
-        def watched(*args: Any, **options: Any) -> Any:
-            seen.append(torch.get_num_threads())
-            return forward(*args, **options)
-
-        engine.runner._target.forward = watched  # type: ignore[method-assign]
-        LLM.over(engine).generate([[1, 2, 3]], GREEDY)
-        assert set(seen) == {1}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

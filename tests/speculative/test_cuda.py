@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.backends.cases import moved
 from tests.engine.lossless import tokens_of
 from tests.engine.tiny import tiny_engine
 from tests.speculative.cases import CASES, GREEDY, Case, assert_as_reference, plain_texts, prompts, three_layers
@@ -15,20 +15,9 @@ from tests.speculative.recording import Recorder, mostly_right
 from tests.speculative.tiny import settings_for
 
 from outrider.api.llm import LLM
-from outrider.layers.select import select_ops
+from outrider.backends.registry import select_backend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """A tree of frozen dataclasses with its tensors elsewhere."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(moved(item, device) for item in value)
-    if hasattr(value, "__dataclass_fields__"):
-        return replace(value, **{name: moved(getattr(value, name), device) for name in value.__dataclass_fields__})
-    return value
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -36,10 +25,10 @@ def test_drafts_equal_the_reference(case: Case, tmp_path: Path) -> None:
     device, here = torch.device("cuda"), three_layers()
     target = replace(here, parameters=moved(here.parameters, device))
     texts = plain_texts(here)
-    settings = settings_for(target, page_tokens=8, device=device, ops=select_ops("auto", device=device))
+    settings = settings_for(target, page_tokens=8, device=device, backend=select_backend("auto", device=device))
     recorder = Recorder(case.load(tmp_path, here, settings), mostly_right(texts))
     engine = tiny_engine(
-        target, drafter=recorder, method=case.method, block_size=8, device="cuda", dtype="float32", ops="auto"
+        target, drafter=recorder, method=case.method, block_size=8, device="cuda", dtype="float32", backend="auto"
     )
     for _ in range(2):
         found = tokens_of(LLM.over(engine).generate(prompts(), GREEDY))

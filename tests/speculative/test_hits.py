@@ -11,7 +11,7 @@ from tests.speculative.cases import ONE_OF_EACH, Case, engine_with, three_layers
 
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
-from outrider.scheduler.plan import StepPlan, StepRow
+from outrider.scheduler.plan import ScheduledRequest, StepPlan
 
 FEW = SamplingParams(temperature=0, max_tokens=6)
 
@@ -28,13 +28,13 @@ def shared_prefixes() -> list[list[int]]:
     ]
 
 
-def one_by_one(engine: Engine) -> tuple[list[int], list[StepRow]]:
+def one_by_one(engine: Engine) -> tuple[list[int], list[ScheduledRequest]]:
     """The hit of each request, and all rows of all steps."""
-    rows: list[StepRow] = []
+    rows: list[ScheduledRequest] = []
     run = engine.runner.run
 
     def watched(plan: StepPlan):  # type: ignore[no-untyped-def]
-        rows.extend(plan.rows)
+        rows.extend(plan.scheduled)
         return run(plan)
 
     engine.runner.run = watched  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Near its limit a drafter drafts less for the request that is there, and for nobody else."""
+"""Near its limit a drafter drafts less for the request that is there, and for no other request."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from tests.engine.tiny import tiny_engine
 from tests.speculative.cases import CASES, GREEDY, prompts, three_layers
 
 from outrider.api.llm import LLM
+from outrider.backends.cpu.packed import PackedMatrix
 from outrider.config import SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.load import LoadedModel
-from outrider.models.packed import PackedMatrix
 from outrider.models.parameters import DenseMLP, Linear, Matrix
 from outrider.sampling import SamplingParams
 from outrider.speculative.drafters.ahead import OneLayerAhead
@@ -34,16 +34,16 @@ def in_16_bits(name: str, directory: Path, target: LoadedModel) -> Path:
     return path
 
 
-def engine_over(name: str, path: Path, target: LoadedModel, *, ops: str = "numba", **wish: Any) -> Engine:
+def engine_over(name: str, path: Path, target: LoadedModel, *, backend: str = "cpu", **wish: Any) -> Engine:
     expanded = wish.pop("expand_weights", False)
     speculation = SpeculativeConfig(method=CASES[name].method, model=str(path), num_speculative_tokens=3, **wish)
     return tiny_engine(
-        target, ops=ops, num_threads=1, block_size=8, speculative_config=speculation, expand_weights=expanded
+        target, backend=backend, num_threads=1, block_size=8, speculative_config=speculation, expand_weights=expanded
     )
 
 
 def matrices(engine: Engine) -> list[Matrix]:
-    """All of the drafter's own whose rows are whole blocks."""
+    """All matrices of the drafter's own whose rows are whole blocks."""
     drafter = engine.runner._drafter
     assert isinstance(drafter, DFlash | OneLayerAhead)
     found: list[Matrix] = []
@@ -58,7 +58,7 @@ def matrices(engine: Engine) -> list[Matrix]:
 
 
 def kinds(engine: Engine) -> set[object]:
-    """What its matrices are: packed, or of which type."""
+    """How the drafter's matrices are stored: packed, or in which type."""
     return {PackedMatrix if isinstance(matrix, PackedMatrix) else matrix.dtype for matrix in matrices(engine)}
 
 
@@ -70,18 +70,18 @@ def test_a_drafter_of_16_bits_is_packed_and_the_text_stays(name: str, tmp_path: 
     assert len(matrices(packed)) > 4
     assert kinds(packed) == {PackedMatrix}
     assert kinds(kept) == {torch.bfloat16}
-    # What one of them left in a cache is nothing for the other.
+    # KV that one of them left in a cache does not serve the other.
     prints = [engine.runner._footprint.fingerprint for engine in (packed, kept)]
     assert prints[0] != prints[1]
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=2, max_tokens=16)):
-        plain = tokens_of(LLM.over(tiny_engine(target, ops="numba", num_threads=1)).generate(prompts(), params))
+        plain = tokens_of(LLM.over(tiny_engine(target, backend="cpu", num_threads=1)).generate(prompts(), params))
         for engine in (packed, kept):
             assert tokens_of(LLM.over(engine).generate(prompts(), params)) == plain
     assert packed.speculation.draft_tokens > 0
 
 
-@pytest.mark.parametrize("otherwise", [{"ops": "torch"}, {"expand_weights": True}])
-def test_where_nobody_reads_packed_weights_nothing_is_packed(otherwise: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("otherwise", [{"backend": "reference"}, {"expand_weights": True}])
+def test_weights_are_not_packed_where_no_kernel_reads_them(otherwise: dict[str, Any], tmp_path: Path) -> None:
     target = three_layers()
     path = in_16_bits("full", tmp_path, target)
     assert kinds(engine_over("full", path, target, **otherwise)) == {torch.float32}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.backends.cpu.test_program import Eager
 from tests.engine.lossless import tokens_of
 from tests.engine.tiny import tiny_engine
-from tests.layers.test_cpu_program import Calls
 from tests.speculative.cases import CASES, engine_with, prompts, three_layers
-from tests.speculative.recording import Proposal
+from tests.speculative.recording import Recorded
 
 from outrider.api.llm import LLM
+from outrider.backends.cpu.backend import CPUBackend
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
 
@@ -25,35 +26,35 @@ SETTINGS = [
 
 
 def said(
-    name: str, directory: Path, confidence: float, *, records: bool
-) -> tuple[list[list[int]], list[Proposal], list[Proposal]]:
+    name: str, directory: Path, confidence: float, monkeypatch: pytest.MonkeyPatch, *, records: bool
+) -> tuple[list[list[int]], list[Recorded], list[Recorded]]:
     """Texts and drafts of requests one by one, then of some at a time that end one after the other."""
-    ops = Calls(records=records)
+    backend = (CPUBackend if records else Eager)(2)
+    monkeypatch.setattr("outrider.engine.build.select_backend", lambda *_args, **_options: backend)
     engine, recorder = engine_with(
         CASES[name],
         three_layers(),
         directory,
-        drafter_ops=ops,
-        ops="numba",
+        drafter_backend=backend,
+        backend="cpu",
         num_threads=2,
         draft_confidence=confidence,
         max_num_seqs=3,
     )
     recorder.cut = confidence > 0
-    # As in an engine that is built for use, both have the same.
-    engine.runner._target.ops = ops
     llm = LLM.over(engine)
     texts = [tokens_of(llm.generate([prompt], one)) for prompt, one in zip(prompts(), SETTINGS, strict=True)]
     alone = len(recorder.proposals)
     texts.append(tokens_of(llm.generate(prompts(), SETTINGS)))
-    assert ops.recorded > 0
     return [text for some in texts for text in some], recorder.proposals[:alone], recorder.proposals[alone:]
 
 
 @pytest.mark.parametrize("confidence", [0.0, 0.02])
 @pytest.mark.parametrize("name", ["full", "mixed", "speculators, sliding", "speculators, own everything"])
-def test_drafts_are_those_of_calls(name: str, confidence: float, tmp_path: Path) -> None:
-    recorded, called = (said(name, tmp_path, confidence, records=records) for records in (True, False))
+def test_drafts_are_those_of_calls(
+    name: str, confidence: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, called = (said(name, tmp_path, confidence, monkeypatch, records=records) for records in (True, False))
     assert recorded == called
     assert recorded[1]
     assert recorded[2]
@@ -63,10 +64,10 @@ def test_a_drafter_may_go_to_another_engine(tmp_path: Path) -> None:
     """Feeding was recorded with the memory of the one before."""
     target = three_layers()
     engine, recorder = engine_with(
-        CASES["full"], target, tmp_path, drafter_ops=Calls(records=True), ops="numba", num_threads=2
+        CASES["full"], target, tmp_path, drafter_backend=CPUBackend(2), backend="cpu", num_threads=2
     )
 
-    def drafts(of: Engine) -> list[Proposal]:
+    def drafts(of: Engine) -> list[Recorded]:
         recorder.proposals.clear()
         for prompt in prompts():
             LLM.over(of).generate([prompt], SETTINGS[0])
@@ -74,4 +75,4 @@ def test_a_drafter_may_go_to_another_engine(tmp_path: Path) -> None:
 
     before = drafts(engine)
     assert before
-    assert drafts(tiny_engine(target, drafter=recorder, method="dflash", block_size=8, ops="numba")) == before
+    assert drafts(tiny_engine(target, drafter=recorder, method="dflash", block_size=8, backend="cpu")) == before

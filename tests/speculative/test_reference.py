@@ -20,7 +20,7 @@ from tests.speculative.cases import (
 )
 
 from outrider.api.llm import LLM
-from outrider.layers.select import select_ops
+from outrider.backends.registry import select_backend
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 
@@ -115,9 +115,9 @@ def test_any_number_of_drafts(case: Case, target: LoadedModel, texts: list[list[
 def test_compiled_operations_draft_alike(
     case: Case, target: LoadedModel, texts: list[list[int]], tmp_path: Path
 ) -> None:
-    ops = select_ops("auto", device=torch.device("cpu"), threads=1)
-    if ops.name == "torch":
+    backend = select_backend("auto", device=torch.device("cpu"), threads=1)
+    if backend.name == "reference":
         pytest.skip("no compiled operations here")
-    engine, recorder = engine_with(case, target, tmp_path, texts, drafter_ops=ops, ops="numba", num_threads=1)
+    engine, recorder = engine_with(case, target, tmp_path, texts, drafter_backend=backend, backend="cpu", num_threads=1)
     assert tokens_of(LLM.over(engine).generate(prompts(), GREEDY)) == continuations(texts)
     assert_as_reference(case, target, recorder)

@@ -12,7 +12,7 @@ from tests.speculative.tiny import settings_for
 
 from outrider.api.llm import LLM
 from outrider.errors import ModelError
-from outrider.speculative.checkpoints.dflash import load_dflash
+from outrider.speculative.drafters.dflash import load_dflash
 
 CASE = CASES["full"]
 
@@ -34,7 +34,7 @@ def test_the_smallest_block_that_will_do(most_drafts: int | None, rows: int, tmp
 
 
 @pytest.mark.parametrize("sizes", [[1], [0, 4], [99], "4", [4.5]])
-def test_sizes_that_are_none_are_refused(sizes: object, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(sizes: object, tmp_path: Path) -> None:
     path = trained_with(tmp_path, sizes)
     with pytest.raises(ModelError, match="smaller_block_sizes"):
         load_dflash(str(path), settings_for(three_layers(), page_tokens=8))

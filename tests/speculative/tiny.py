@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from outrider.layers.ops import TorchOps
+from outrider.backends.reference.backend import ReferenceBackend
 from outrider.models.load import LoadedModel
 from outrider.speculative.settings import DrafterSettings
 
@@ -14,7 +14,7 @@ from outrider.speculative.settings import DrafterSettings
 def settings_for(target: LoadedModel, **changes: Any) -> DrafterSettings:
     settings: dict[str, Any] = {
         "target": target,
-        "ops": TorchOps(),
+        "backend": ReferenceBackend(),
         "page_tokens": 16,
         "dtype": torch.float32,
         "device": torch.device("cpu"),

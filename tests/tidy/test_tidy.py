@@ -29,31 +29,48 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
     "outrider.kv": ("outrider.errors", "outrider.kv"),
     "outrider.scheduler": ("outrider.errors", "outrider.kv", "outrider.scheduler"),
     "outrider.transfer": ("outrider.errors", "outrider.kv", "outrider.transfer"),
-    "outrider.speculative.footprints": ("outrider.errors", "outrider.kv"),
     "outrider.models.spec": ("outrider.errors", "outrider.kv.checked"),
-    "outrider.models.recipes": ("outrider.errors", "outrider.models.recipes", "outrider.models.spec"),
+    "outrider.models.recipes": (
+        "outrider.errors",
+        "outrider.extensions",
+        "outrider.models.recipes",
+        "outrider.models.spec",
+    ),
+    "outrider.extensions": ("outrider.errors",),
     "outrider.sanitizer": (
         "outrider.errors",
         "outrider.kv",
         "outrider.sanitizer",
         "outrider.scheduler.plan",
-        "outrider.speculative.footprints",
         "outrider.transfer",
     ),
-    "outrider.sim": (
+    "outrider.tools.sim": (
         "outrider.errors",
         "outrider.kv",
         "outrider.sanitizer",
         "outrider.scheduler",
-        "outrider.sim",
-        "outrider.speculative.footprints",
+        "outrider.tools.sim",
         "outrider.transfer",
     ),
 }
 TORCH_FREE = tuple(ALLOWED_IMPORTS)
 # The same for packages that use libraries from outside: only what they take from the project is fixed.
 ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
-    "outrider.models": ("outrider.errors", "outrider.kernels", "outrider.kv", "outrider.layers", "outrider.models"),
+    "outrider.backends": (
+        "outrider.backends",
+        "outrider.errors",
+        "outrider.kv",
+        "outrider.models.parameters",
+        "outrider.models.spec",
+        "outrider.models.weight_forms",
+    ),
+    "outrider.models": (
+        "outrider.backends",
+        "outrider.errors",
+        "outrider.extensions",
+        "outrider.kv",
+        "outrider.models",
+    ),
     # Only the engine's own process knows the engine; everything else of the server is told what it must know.
     "outrider.server.engine_process": (
         "outrider.engine",
@@ -80,15 +97,18 @@ ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.server",
     ),
 }
+# Backend-specific code stays in its backend: everything else goes through the interface and the registry, which names
+# these packages in strings.
+PRIVATE_BACKENDS = ("outrider.backends.cpu", "outrider.backends.cuda")
 # What must not be loaded, even indirectly, by importing the torch-free core.
 HEAVY = ("torch", "triton", "numpy", "typer", "rich")
 CORE = (
     "kv",
     "scheduler",
-    "sim",
+    "tools.sim",
     "transfer",
     "sanitizer",
-    "speculative.footprints",
+    "speculative.registry",
     "models.recipes",
     "server.run",
     "server.text_process.worker",
@@ -97,13 +117,12 @@ CORE = (
 # Here a drafter is known by its footprint only, except in the files that exist to name them.
 NAMELESS = tuple(
     f"outrider.{package}"
-    for package in ("kv", "scheduler", "engine", "runner", "sim", "transfer", "sanitizer", "speculative")
+    for package in ("kv", "scheduler", "engine", "runner", "tools.sim", "transfer", "sanitizer", "speculative")
 )
 MAY_NAME_DRAFTERS = (
-    "outrider.sanitizer.faults",
+    "outrider.tools.sim.mutation_table",
     "outrider.speculative.checkpoints",
     "outrider.speculative.drafters",
-    "outrider.speculative.footprints",
     "outrider.speculative.registry",
 )
 # "mtp" needs an edge on both sides, or smtplib would match; the others are unmistakable anywhere.
@@ -174,6 +193,17 @@ def root_of(target: str) -> str:
 # --- the rules: Module -> problems ------------------------------------------------------------------
 
 
+def packages_above(module: Module) -> tuple[str, ...]:
+    """Packages that a module may not import: the command line is on top, then the tools, then the Python API."""
+    if module.name in ("outrider", "outrider.__main__") or module.under(["outrider.cli"]):
+        return ()
+    if module.under(["outrider.tools"]):
+        return ("outrider.cli",)
+    if module.under(["outrider.api"]):
+        return ("outrider.cli", "outrider.tools")
+    return ("outrider.api", "outrider.cli", "outrider.tools")
+
+
 def import_direction(module: Module) -> list[str]:
     package = module.under(ALLOWED_IMPORTS)
     own = module.under(ALLOWED_OWN_IMPORTS)
@@ -185,13 +215,21 @@ def import_direction(module: Module) -> list[str]:
         elif own is not None:
             ok = root_of(target) != "outrider" or bool(Module(name=target, source="").under(ALLOWED_OWN_IMPORTS[own]))
         else:
-            # Elsewhere only this much is fixed: the api is on top, so nobody below may know it.
-            on_top = module.name in ("outrider", "outrider.__main__")
-            below_api = not on_top and not module.under(["outrider.api"])
-            ok = not (below_api and Module(name=target, source="").under(["outrider.api"]))
+            # Elsewhere only this much is fixed: a package knows nothing of the packages that lie above it.
+            above = packages_above(module)
+            ok = not Module(name=target, source="").under(above)
         if not ok:
             problems.append(f"{line}: may not import {target}")
     return problems
+
+
+def backends_private(module: Module) -> list[str]:
+    inside = module.under(PRIVATE_BACKENDS)
+    return [
+        f"{line}: imports {target}, which belongs to another backend"
+        for line, target in imports(module)
+        if (backend := Module(name=target, source="").under(PRIVATE_BACKENDS)) and backend != inside
+    ]
 
 
 def torch_free(module: Module) -> list[str]:
@@ -277,6 +315,7 @@ def has_docstring(module: Module) -> list[str]:
 
 RULES: tuple[Callable[[Module], list[str]], ...] = (
     import_direction,
+    backends_private,
     torch_free,
     nameless_drafters,
     short_file,
@@ -299,21 +338,30 @@ BROKEN = (
     (import_direction, "outrider.kv.pages", "from outrider.scheduler import queue"),
     (import_direction, "outrider.kv.pages", "from ..scheduler import queue"),
     (import_direction, "outrider.kv.pages", "def f():\n    from outrider import api"),
-    (import_direction, "outrider.kv.pages", "import importlib\nimportlib.import_module('outrider.sim')"),
-    (import_direction, "outrider.scheduler.queue", "import outrider.speculative.footprints"),
+    (import_direction, "outrider.kv.pages", "import importlib\nimportlib.import_module('outrider.tools.sim')"),
+    (import_direction, "outrider.scheduler.queue", "import outrider.speculative.method"),
     (import_direction, "outrider.transfer.local", "import outrider.scheduler.plan"),
     (import_direction, "outrider.sanitizer.checks", "from outrider.scheduler.queue import Queue"),
-    (import_direction, "outrider.sim.world", "from outrider.speculative.drafters import one"),
-    (import_direction, "outrider.engine.engine", "import outrider.api.cli"),
+    (import_direction, "outrider.tools.sim.world", "from outrider.speculative.drafters import one"),
+    (import_direction, "outrider.engine.engine", "import outrider.api.llm"),
+    (import_direction, "outrider.engine.engine", "import outrider.cli.main"),
+    (import_direction, "outrider.runner.runner", "from outrider.tools.bench import decode"),
+    (import_direction, "outrider.tools.bench.decode", "from outrider.cli.main import main"),
     (import_direction, "outrider.models.load", "from outrider.engine.engine import Engine"),
     (import_direction, "outrider.models.recipes.llama", "from outrider.models.weights import base"),
     (import_direction, "outrider.server.front.service", "from outrider.engine.engine import Engine"),
     (import_direction, "outrider.server.engine_process.loop", "from outrider.server.http import app"),
-    (torch_free, "outrider.sim.world", "def f():\n    import torch.nn"),
-    (torch_free, "outrider.speculative.footprints", "from torch import Tensor"),
+    (import_direction, "outrider.backends.base", "from outrider.models.decoder import Decoder"),
+    (import_direction, "outrider.backends.cpu.backend", "from outrider.runner.tables import Tables"),
+    (backends_private, "outrider.engine.build", "from outrider.backends.cpu.backend import CPUBackend"),
+    (backends_private, "outrider.tools.bench.decode", "def f():\n    from outrider.backends.cuda import draw"),
+    (backends_private, "outrider.backends.registry", "import outrider.backends.cpu.backend"),
+    (backends_private, "outrider.backends.cuda.backend", "from outrider.backends.cpu.memory import zeros"),
+    (torch_free, "outrider.tools.sim.world", "def f():\n    import torch.nn"),
+    (torch_free, "outrider.kv.archetypes", "from torch import Tensor"),
     (nameless_drafters, "outrider.kv.pages", "if method == 'eagle3': pass"),
     (nameless_drafters, "outrider.scheduler.queue", "is_mtp = True"),
-    (nameless_drafters, "outrider.sim.world", "class NGramDrafter: pass"),
+    (nameless_drafters, "outrider.tools.sim.world", "class NGramDrafter: pass"),
     (nameless_drafters, "outrider.engine.engine", "x = f'{y} n-gram'"),
     (nameless_drafters, "outrider.engine.engine", "x = DraftModel()"),
     (nameless_drafters, "outrider.kv.groups.dflash", ""),
@@ -331,8 +379,11 @@ FINE = (
     (import_direction, "outrider.kv.pages", "import heapq\nfrom . import ledger\nfrom .ledger import Ledger"),
     (import_direction, "outrider.kv.pages", "from outrider.errors import OutriderError"),
     (import_direction, "outrider.sanitizer.checks", "from outrider.scheduler.plan import StepPlan"),
-    (import_direction, "outrider.api.cli.main", "from outrider.api.cli.sim import sim\nimport typer"),
+    (import_direction, "outrider.cli.main", "from outrider.cli.sim import sim\nimport typer"),
     (import_direction, "outrider.models.load", "import torch\nfrom outrider.models.spec import DecoderSpec"),
+    (backends_private, "outrider.backends.registry", "BACKENDS = {'cpu': 'outrider.backends.cpu.backend'}"),
+    (backends_private, "outrider.backends.cpu.backend", "from outrider.backends.cpu.memory import zeros"),
+    (backends_private, "outrider.engine.build", "from outrider.backends.registry import select_backend"),
     (torch_free, "outrider.speculative.verify", "import torch"),
     (nameless_drafters, "outrider.kv.pages", '"""Why eagle needs one."""\nx = 1  # and mtp\nimport smtplib'),
     (nameless_drafters, "outrider.kv.pages", 'class A:\n    x: int\n    """One for an ngram."""'),
@@ -436,7 +487,13 @@ def _strings_naming(source: str, names: Iterable[str]) -> list[str]:
 def entry_points() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     scripts = list(project["scripts"].values())
-    return ["outrider", *scripts, *(m.name for m in modules() if m.name.endswith(".__main__"))]
+    run_by_scripts = [
+        name
+        for path in sorted((ROOT / "scripts").iterdir())
+        for name in re.findall(r"python -m (outrider[\w.]*)", path.read_text(encoding="utf-8"))
+    ]
+    mains = [module.name for module in modules() if module.name.endswith(".__main__")]
+    return ["outrider", *scripts, *run_by_scripts, *mains]
 
 
 def test_no_file_is_dead() -> None:

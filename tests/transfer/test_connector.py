@@ -23,7 +23,7 @@ from outrider.transfer.connector import (
 )
 
 HERE = CacheIdentity(weights="llama", dtype="bfloat16", layout="paged")
-LAYOUT = KVLayout(target=(full(page=8), sliding(6, page=8)), footprint=drafter("eagle"))
+LAYOUT = KVLayout(target=(full(page=8), sliding(6, page=8)), footprint=drafter("chain_from_taps"))
 
 
 def offer(**fields: Any) -> Offer:
@@ -43,7 +43,7 @@ def group(*parts: Any) -> Callable[[], Offer]:
 
 
 def test_a_peer_with_the_same_model_sends_every_group_whatever_its_page_size() -> None:
-    there = KVLayout(target=(full(page=4), sliding(6, page=16)), footprint=drafter("eagle", page=2))
+    there = KVLayout(target=(full(page=4), sliding(6, page=16)), footprint=drafter("chain_from_taps", page=2))
     assert shared_groups(LAYOUT, HERE, signatures(there, HERE)) == {0, 1, 2}
     assert offered_intervals(LAYOUT, HERE, offer()) == dict.fromkeys(range(3), Interval(0, 20))
 
@@ -91,26 +91,19 @@ def test_a_peer_with_another_target_layout_is_refused() -> None:
     ("make", "says"),
     [
         (group(Interval(0, 20), (1, 2), 8), r"takes 3 page\(s\), but it lists 2.*new offer"),
-        (group(Interval(0, 20), (), 8), "lists 0"),
         (group(Interval(0, 20), (1, 2, 3), 0), "page_tokens must be a whole number of at least 1, got 0"),
-        (group(Interval(0, 20), (1, 2, 3), -8), "page_tokens.*-8"),
         (group(Interval(0, 20), (1, 2, 3), 8.0), "page_tokens.*8.0"),
         (group(Interval(0, 20), (1, 0, 3), 8), "a page there that it does not hold"),
         (group(Interval(0, 20), (1, -2, 3), 8), "tuple of page numbers"),
-        (group(Interval(0, 20), ("a", "b", "c"), 8), "tuple of page numbers"),
-        (group(Interval(0, 20), None, 8), "tuple of page numbers"),
         (group(Interval(-4, 20), (1, 2, 3), 8), "must not start before 0"),
         (group(Interval(9, 4), (1, 2, 3), 8), r"got \[9, 4\)"),
         (group(Interval(0, 99), (1,) * 20, 8), "only 21 tokens are offered"),
         (group((0, 20), (1, 2, 3), 8), "must be an Interval"),
-        (group(Interval(0, "20"), (1, 2, 3), 8), "must be an Interval of whole numbers"),
         (lambda: offer(groups=None), "groups must map"),
         (lambda: offer(groups={"full": OfferedGroup(Interval(0, 8), (1,), 8)}), "no group of an offer"),
         (lambda: offer(groups={signatures(LAYOUT, HERE)[0]: (0, 8)}), "no group of an offer"),
-        (lambda: offer(tokens="words"), "tuple of token ids"),
         (lambda: offer(tokens=(1, -2)), "tuple of token ids"),
         (lambda: offer(lease=-1), "lease must be a whole number"),
-        (lambda: offer(lease=None), "lease must be a whole number"),
         (lambda: offer(engine=""), "names its engine"),
         (lambda: offer(request=None), "names its request"),
     ],
@@ -136,10 +129,9 @@ def test_a_load_past_what_is_offered_is_refused() -> None:
 def test_a_lease_that_ran_out_is_not_held_any_more() -> None:
     book = LeaseBook(duration=10)
     first, second = book.grant("a", now=0), book.grant("b", now=5)
-    assert book.renew(first, now=4)
+    assert book.expire(now=9) == []
     assert book.expire(now=14) == ["a"]
     assert not book.held(first)
-    assert not book.renew(first, now=15)
     assert book.held(second)
     assert book.release(second) == "b"
     assert book.release(second) is None

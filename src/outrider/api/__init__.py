@@ -1,1 +1,1 @@
-"""What users touch: the command line, and with it everything that faces outwards."""
+"""The engine for use from Python: `LLM` for one caller, `AsyncLLM` for many."""

@@ -26,13 +26,14 @@ class AsyncLLM:
     """Use as `async with AsyncLLM(...) as llm: async for output in llm.generate(prompt, params): ...`."""
 
     def __init__(self, model: str = DEFAULT_MODEL, *, llm: LLM | None = None, **settings: Any) -> None:
-        """`settings`: as for `LLM`; or an `llm` that is loaded already and that nobody else uses meanwhile."""
+        """`settings` are as for `LLM`. An `llm` that is loaded already may be given instead; nothing else may use it
+        meanwhile."""
         self._llm = llm if llm is not None else LLM(model, **settings)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliveries: dict[str, Delivery] = {}
         self._numbers = 0
         self._ended: Exception | None = None
-        """Why nothing is served any more. Guarded, with the queue, by the lock: no order comes after the end."""
+        """Why nothing is served any more. The lock guards it and the queue together: no order comes after the end."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="outrider-engine", daemon=True)
         self._thread.start()
@@ -54,7 +55,8 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt; yields the result so far after each step that adds to it. Leaving early ends it."""
+        """Continue a prompt; yields the result so far after each step that adds to it. Closing the iterator early
+        aborts the request."""
         if request_id is None:
             self._numbers += 1
             request_id = f"async-{self._numbers}"
@@ -66,12 +68,7 @@ class AsyncLLM:
         def deliver(item: RequestOutput | Exception) -> None:
             _unless_closed(loop, arrivals.put_nowait, item)
 
-        grammars, compiled = self._llm.engine.grammars, None
-        if grammars is not None and params.grammar is not None:
-            # Here rather than in the engine's thread, so that nobody else waits.
-            # Others may wait for the same one: a caller who leaves does not cancel it.
-            compiled = await asyncio.shield(asyncio.wrap_future(grammars.compile(params.grammar)))
-        self._order(lambda: self._start(name, prompt, params, deliver, compiled))
+        self._order(lambda: self._start(name, prompt, params, deliver))
         finished = False
         try:
             while not finished:
@@ -113,12 +110,12 @@ class AsyncLLM:
                 for output in engine.step():
                     self._deliver(output)
         except BaseException as error:
-            # Every caller learns of it; nobody waits for ever.
+            # Every caller is told, so that none waits for ever.
             logger.exception("the engine stopped")
             self._end(error if isinstance(error, Exception) else RuntimeError(f"the engine stopped: {error!r}"))
 
     def _end(self, error: Exception) -> None:
-        """Nothing more is served: all who wait, and all who are still in the queue, are told why."""
+        """Serve nothing more, and tell why to all callers that wait or are still in the queue."""
         with self._lock:
             self._ended = error
         while not self._orders.empty():
@@ -128,20 +125,20 @@ class AsyncLLM:
         waiting, self._deliveries = self._deliveries, {}
         for deliver in waiting.values():
             deliver(error)
-        # Told first: an engine that has stopped may refuse this too.
+        # Only after all callers were told: an engine that has stopped may fail here too.
         for name in waiting:
             with suppress(BaseException):
                 self._llm.engine.abort(name)
 
-    def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery, compiled: Any) -> None:
+    def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery) -> None:
         if self._ended is not None:
             deliver(self._ended)
             return
         try:
             text, ids = self._llm.encode(prompt)
-            self._llm.engine.add_request(name, ids, params, prompt=text, compiled=compiled)
+            self._llm.engine.add_request(name, ids, params, prompt=text)
         except Exception as error:
-            # Whatever is wrong with it, it is this caller's alone.
+            # Whatever is wrong with this request, other callers are not affected.
             if not isinstance(error, RequestError):
                 logger.exception("request %r could not be started", name)
             deliver(error)
@@ -149,7 +146,8 @@ class AsyncLLM:
         self._deliveries[name] = deliver
 
     def _abort(self, name: str, deliver: Delivery) -> None:
-        """A caller leaves. One whose id was refused, because another has it, does not take that one along."""
+        """Abort the request of a caller that went away. If its id was refused because another request has it, that one
+        goes on."""
         if self._deliveries.get(name) is deliver:
             del self._deliveries[name]
             self._llm.engine.abort(name)
@@ -164,22 +162,22 @@ class AsyncLLM:
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:
-    """The engine goes on writing to its own object; a caller gets one that stays as it is."""
+    """Returns a result that stays as it is while the engine goes on writing to its own."""
     result = copy(output)
     result.metrics = copy(output.metrics)
     result.metrics.speculation = copy(output.metrics.speculation)
     result.outputs = []
     for continuation in output.outputs:
         fixed = copy(continuation)
-        fixed.token_ids, fixed.origins = list(continuation.token_ids), list(continuation.origins)
-        fixed.pieces = list(continuation.pieces)
+        # The record of the tokens is shared: it only grows, and `origins` says how much of it to show.
+        fixed.origins, fixed.pieces = list(continuation.origins), list(continuation.pieces)
         fixed.logprobs = None if continuation.logprobs is None else list(continuation.logprobs)
         result.outputs.append(fixed)
     return result
 
 
 def _unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], item: object) -> None:
-    """A caller whose event loop is gone no longer listens."""
+    """Call back in the caller's event loop, unless that is closed: the caller no longer listens then."""
     try:
         loop.call_soon_threadsafe(call, item)
     except RuntimeError:

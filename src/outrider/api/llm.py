@@ -37,7 +37,7 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
     ) -> None:
-        """`settings`: fields of EngineConfig. `progress` is called with (what, done, total) while loading."""
+        """`settings` are fields of EngineConfig. `progress` is called with (what, done, total) while loading."""
         config = EngineConfig(model=model, speculative_config=SpeculativeConfig.of(speculative_config), **settings)
         self.engine = build_engine(config, progress=progress)
         self._requests = 0
@@ -85,7 +85,7 @@ class LLM:
             # An interrupted call leaves nothing running.
             for name, output in results.items():
                 if not output.finished:
-                    self.engine.leave(name)
+                    self.engine.abort_soon(name)
         return list(results.values())
 
     def chat(
@@ -106,7 +106,7 @@ class LLM:
         return self.generate(prompts[0] if alone else prompts, sampling_params, **options)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks next."""
+        """Returns the token ids of a conversation up to where the assistant speaks next."""
         template = self.engine.model.chat_template
         if template is None:
             raise RequestError(
@@ -115,12 +115,13 @@ class LLM:
         text = template.render(messages, add_generation_prompt=True)
         return self.engine.model.tokenizer.encode(text, add_special_tokens=False)
 
-    # ---- as it comes -------------------------------------------------------------------------------
+    # ---- streams -----------------------------------------------------------------------------------
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Continue one prompt; yields the growing result after every step that adds to it. Closing it ends it."""
+        """Continue one prompt; yields the growing result after every step that adds to it. Closing the generator early
+        aborts the request."""
         name = self._next_name()
         self._add(name, prompt, SamplingParams() if sampling_params is None else sampling_params)
         output = self.engine.output(name)
@@ -133,7 +134,7 @@ class LLM:
                     yield output
         finally:
             if not output.finished:
-                self.engine.leave(name)
+                self.engine.abort_soon(name)
 
     # ---- helpers -----------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class LLM:
         self.engine.add_request(name, ids, params, prompt=text)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text, where it has one, and its token ids; the engine checks those."""
+        """Returns a prompt's text, where it has one, and its token ids, which the engine checks."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), cast("Sequence[int]", _plain(prompt["prompt_token_ids"]))
@@ -173,14 +174,14 @@ class LLM:
 
 
 def _plain(value: object) -> object:
-    """NumPy's whole numbers as Python's; everything else as it is."""
+    """Returns NumPy's whole numbers as Python's, and everything else as it is."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         return value.tolist()
     return value
 
 
 def _prompts_of(given: object) -> tuple[list[Prompt], bool]:
-    """The prompts that were given, and whether it was one alone; whether each can be served is seen later."""
+    """Returns the prompts, and whether it was one alone. Whether each can be served is checked later."""
     given = _plain(given)
     if isinstance(given, str | Mapping):
         return [cast("Prompt", given)], True
@@ -201,13 +202,13 @@ def _prompts_of(given: object) -> tuple[list[Prompt], bool]:
 
 
 def refused(request_id: str, error: str) -> RequestOutput:
-    """The result of a request that was never run."""
+    """Returns the result of a request that was refused."""
     return RequestOutput(
         request_id=request_id,
         prompt=None,
-        prompt_token_ids=[],
         outputs=[CompletionOutput(index=0, finish_reason="error")],
         metrics=RequestMetrics(arrival_s=0.0),
         finished=True,
         error=error,
+        error_is_callers=True,
     )

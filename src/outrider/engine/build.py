@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
+from outrider.backends import Progress
+from outrider.backends.base import Backend
+from outrider.backends.registry import select_backend
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
@@ -17,11 +18,6 @@ from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
 from outrider.kv.prefix import CacheIdentity
 from outrider.kv.retention import Retention
-from outrider.layers.select import select_ops
-from outrider.layers.torch_threads import torch_threads
-from outrider.matching.grammars import COMPILE_LIMIT_S, Grammars
-from outrider.matching.native import is_installed
-from outrider.matching.tokens import token_table
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
@@ -30,18 +26,15 @@ from outrider.sanitizer import Mode, Sanitizer
 from outrider.sanitizer.checksums import Checksums
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.speculative.drafter import Drafter
-from outrider.speculative.registry import DrafterSettings, load_drafter
+from outrider.speculative.registry import load_drafter
+from outrider.speculative.settings import DrafterSettings
+from outrider.structured.grammars import Grammars, is_installed
+from outrider.structured.tokens import token_table
 
-CPU_CONFIDENCE = 0.2
-"""On a CPU a row more to verify takes about a fifth of what a token takes: below this chance to count, it costs more
-than it brings. A GPU verifies a few rows more at no cost."""
 CACHED_TEXTS = 64
-"""Of memory that nobody named, room is taken for this many texts of the longest length, running or cached."""
+"""Number of texts of the longest length, running or cached, that the default KV memory has room for."""
 PAGE_LAYOUT = "layer, key or value, head, slot"
 """The order of a page's dimensions. Page sizes are not part of it: peers may differ in them."""
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, done, total)"""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -58,9 +51,9 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, backend: Backend) -> torch.dtype:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return backend.default_dtype
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -72,20 +65,16 @@ def build_engine(
     model: LoadedModel | None = None,
     drafter: Drafter | None = None,
     progress: Progress | None = None,
-    grammar_compile_limit_s: float = COMPILE_LIMIT_S,
 ) -> Engine:
-    """Load what `config` names. A model or a drafter that is loaded already may be passed instead."""
+    """Loads what `config` names. A model or a drafter that is loaded already may be passed instead."""
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    ops = select_ops(config.ops, device=device, threads=config.num_threads, progress=progress)
-    # Tensors are copied one by one: PyTorch's threads would spend three times as long waiting for each other.
-    one_thread = torch_threads(1) if ops.own_threads else nullcontext()
-    # Stored numbers are widened to float32: whoever asks for another type gets weights of that type.
-    as_stored = ops.reads_stored and dtype == torch.float32 and not config.expand_weights
+    backend = select_backend(config.backend, device=device, threads=config.num_threads, progress=progress)
+    dtype = resolve_dtype(config.dtype, backend)
+    forms = backend.weight_forms(dtype, expand=config.expand_weights)
     if model is None:
         report = None if progress is None else lambda done, total: progress("loading weights", done, total)
-        with one_thread:
-            model = load_model(config.model, dtype=dtype, device=device, progress=report, as_stored=as_stored)
+        with backend.exclusive_threads():
+            model = load_model(config.model, dtype=dtype, device=device, progress=report, forms=forms)
     if model.parameters.embedding.device.type != device.type:
         raise ConfigError(
             f"the model lies on {model.parameters.embedding.device}, but the engine is to run on {device}; "
@@ -107,27 +96,28 @@ def build_engine(
     # A file may promise any length: tables are made for what the memory can hold.
     alone = KVLayout(target=groups.specs)
     settings = {"step_tokens": config.max_num_batched_tokens, "max_model_len": limit}
-    room = longest_text(alone, unsized(alone, **settings), k=0, budget_bytes=kv_budget_bytes(config, device))
+    room = longest_text(alone, unsized(alone, **settings), k=0, budget_bytes=kv_budget_bytes(config, backend))
     limit = limit if config.max_model_len is not None else room
-    decoder = Decoder(model.spec, model.parameters, ops, max_position=min(limit, room))
+    decoder = Decoder(model.spec, model.parameters, backend, max_position=min(limit, room))
     speculation, k, least_confidence = config.speculative_config, 0, 0.0
     if speculation is not None:
         k = speculation.num_speculative_tokens or 0
         if k >= limit:
             raise ConfigError(f"num_speculative_tokens ({k}) must be smaller than the context of {limit} tokens")
         if drafter is None:
-            packs = as_stored if speculation.pack_weights is None else speculation.pack_weights
-            if packs and not as_stored:
+            can_pack = backend.compacts and dtype == torch.float32 and not config.expand_weights
+            packs = can_pack if speculation.pack_weights is None else speculation.pack_weights
+            if packs and not can_pack:
                 raise ConfigError(
                     "speculative_config: pack_weights is for CPU kernels that read packed weights, which this engine "
                     "does not use; leave it out"
                 )
             drafter_settings = DrafterSettings(
                 target=model,
-                ops=ops,
+                backend=backend,
                 page_tokens=config.block_size,
                 dtype=dtype,
-                as_stored=as_stored,
+                forms=forms,
                 packed=packs,
                 draft_vocab_size=speculation.draft_vocab_size,
                 most_drafts=speculation.num_speculative_tokens,
@@ -135,18 +125,18 @@ def build_engine(
                 max_model_len=limit,
                 progress=progress,
             )
-            with one_thread:
+            with backend.exclusive_threads():
                 drafter = load_drafter(speculation, drafter_settings)
         k = k or min(drafter.usual_k, limit - 1)
-        least_confidence = _least_confidence(speculation, device)
-    if drafter is not None and drafter.footprint.block_rows + 2 > config.max_num_batched_tokens:
+        least_confidence = _least_confidence(speculation, backend)
+    if drafter is not None and 0 < drafter.footprint.block_rows > config.max_num_batched_tokens - 2:
         raise ConfigError(
             f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
             f"{drafter.footprint.name}: its blocks have {drafter.footprint.block_rows} rows, and a draft takes two to "
             "verify; raise max_num_batched_tokens"
         )
     layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)
-    kv_config = _kv_config(config, model, layout, limit, k, device, dtype)
+    kv_config = _kv_config(config, model, layout, limit, k, backend, dtype)
     sanitizer = None
     if config.sanitizer != "off":
         sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
@@ -168,7 +158,6 @@ def build_engine(
         layout,
         kv_config,
         kv_dtype=kv_dtype,
-        device=device,
         sanitizer=sanitizer,
         least_confidence=least_confidence,
     )
@@ -177,17 +166,16 @@ def build_engine(
     grammars = None
     if model.eos_ids and is_installed():
         table = token_table(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
-        grammars = Grammars(table, device=device, limit_s=grammar_compile_limit_s)
+        grammars = Grammars(table, device=device)
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars)
 
 
-def _least_confidence(speculation: SpeculativeConfig, device: torch.device) -> float:
-    """How likely drafts must be together to be verified."""
+def _least_confidence(speculation: SpeculativeConfig, backend: Backend) -> float:
+    """Returns the least joint probability with which drafts are verified."""
     if speculation.draft_confidence is not None:
         return float(speculation.draft_confidence)
-    # Whoever names a number of drafts means that number.
-    by_itself = speculation.num_speculative_tokens is None
-    return CPU_CONFIDENCE if by_itself and device.type == "cpu" else 0.0
+    # A number of drafts that the user names is meant as that number.
+    return backend.draft_confidence if speculation.num_speculative_tokens is None else 0.0
 
 
 def _kv_config(
@@ -196,10 +184,10 @@ def _kv_config(
     layout: KVLayout,
     limit: int,
     k: int,
-    device: torch.device,
+    backend: Backend,
     dtype: torch.dtype,
 ) -> KVConfig:
-    budget = kv_budget_bytes(config, device)
+    budget = kv_budget_bytes(config, backend)
     kv_config = unsized(
         layout,
         identity=CacheIdentity(weights=model.fingerprint, dtype=str(dtype), layout=PAGE_LAYOUT),

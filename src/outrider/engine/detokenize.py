@@ -1,7 +1,7 @@
-"""Text out of tokens as they come: the same text, piece by piece, as decoding them all at once.
+"""Incremental detokenization: the same text, piece by piece, as decoding all tokens at once.
 
-Every token costs the same, however long the text is already. What cannot be text yet (the first bytes of a
-character whose last ones are still to come) is held back until it can, or until the end.
+Every token costs the same, however long the text is already. Bytes that are not text yet (the first bytes of a
+character whose last ones are still to come) are held back until they are, or until the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """One text. Push tokens, take what has become text; `finish` gives what was held back."""
+    """Decodes one text. `push` takes a token and returns what has become text; `finish` returns what was held back."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -27,12 +27,12 @@ class Detokenizer:
             self._text = _PieceText(strips_first_space=tokenizer.decoding is Decoding.PIECES_STRIPPED)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Returns the text that this token completes, which may be empty."""
         token = None if token_id in self._skipped else self._tokenizer.token(token_id)
         return "" if token is None else self._text.append(token)
 
     def finish(self) -> str:
-        """The rest. Bytes that never became a character come out as replacement characters."""
+        """Returns the rest. Bytes that never became a character come out as replacement characters."""
         return self._text.finish()
 
 
@@ -43,7 +43,7 @@ class _Text(Protocol):
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and on."""
+    """Returns GPT-2's alphabet: printable Latin-1 characters stand for themselves, U+0100 and on for other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -53,7 +53,7 @@ BYTE_OF = _byte_characters()
 
 
 def token_bytes(token: str, decoding: Decoding) -> bytes:
-    """What a token adds to a text that has begun already."""
+    """Returns the bytes that a token adds to a text, anywhere but at its beginning."""
     if decoding is Decoding.BYTE_LEVEL:
         return _byte_level(token)
     byte = _raw_byte(token)
@@ -64,7 +64,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes([BYTE_OF[character] for character in token])
     except KeyError:
-        # An added token is spelt as it is.
+        # An added token is plain text, not spelt in this alphabet.
         return token.encode("utf-8")
 
 
@@ -80,7 +80,8 @@ class _ByteLevelText:
 
 
 class _PieceText:
-    """A run of raw bytes is text only if all of it is: it is held back until it ends."""
+    """Text of a SentencePiece tokenizer. A run of raw bytes is valid only as a whole, so it is held back until it
+    ends."""
 
     def __init__(self, *, strips_first_space: bool) -> None:
         self._run = bytearray()

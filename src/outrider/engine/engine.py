@@ -1,6 +1,9 @@
 """The engine: schedule, run, commit, hand out.
 
 api ──▶ add_request ──▶ scheduler ──StepPlan──▶ runner ──Verdict──▶ scheduler.commit ──Updates──▶ outputs
+
+Callers know a request by the id they gave it. Each of its continuations is a sequence with a key of its own, which
+the engine makes up and which the scheduler, the runner and the KV manager know it by.
 """
 
 from __future__ import annotations
@@ -9,19 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
-from operator import index
+from itertools import count
 from threading import Lock
 from typing import Concatenate, ParamSpec, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.engine.continuation import Continuation
 from outrider.engine.outputs import Origin, RequestMetrics, RequestOutput, SpeculationCounts
+from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.errors import BusyError, RequestError
 from outrider.grammar import Grammar
-from outrider.matching.grammars import CompiledGrammar, Grammars
-from outrider.matching.matcher import Matcher
 from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
 from outrider.runner.runner import Runner, StepResult
@@ -29,19 +30,20 @@ from outrider.runner.sampler import RequestSampling, TokenLogprobs
 from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.scheduler import RequestSpec, Scheduler
-from outrider.scheduler.plan import StepPlan, StepRow, Update
-from outrider.scheduler.scheduler import fork_name
+from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update
+from outrider.structured.grammars import Grammars
+from outrider.structured.matcher import Matcher
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def alone(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[Engine, Given], Result]:
-    """One thread at a time may be inside the engine; a second one is told so, and changes nothing."""
+def exclusive(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[Engine, Given], Result]:
+    """Let one thread at a time into the engine; a call from another one raises, and changes nothing."""
 
     @wraps(method)
     def guarded(engine: Engine, /, *args: Given.args, **options: Given.kwargs) -> Result:
-        if not engine.inside.acquire(blocking=False):
+        if not engine.lock.acquire(blocking=False):
             raise BusyError(
                 "another call is inside this engine, which serves one at a time; use AsyncLLM for many callers, "
                 "or make one LLM for each thread"
@@ -49,25 +51,9 @@ def alone(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Conc
         try:
             return method(engine, *args, **options)
         finally:
-            engine.inside.release()
+            engine.lock.release()
 
     return guarded
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request that has not ended: its continuations, the first of which has its own id."""
-
-    output: RequestOutput
-    params: SamplingParams
-    continuations: list[Continuation]
-    samplings: tuple[RequestSampling, ...]
-    stop_tokens: frozenset[int]
-    salt: str
-
-    @property
-    def finished(self) -> bool:
-        return all(continuation.finished for continuation in self.continuations)
 
 
 class Engine:
@@ -82,7 +68,7 @@ class Engine:
         k: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
-        """Put together by `engine.build.build_engine`."""
+        """`engine.build.build_engine` puts an engine together."""
         self.config = config
         self.model = model
         self.scheduler = scheduler
@@ -90,15 +76,16 @@ class Engine:
         self.sanitizer = sanitizer
         self.k = k
         self.grammars = grammars
-        """None: a request that brings a grammar is refused."""
+        """None if the engine cannot keep to grammars: it then refuses requests that bring one."""
         self.speculation = SpeculationCounts()
-        self.inside = Lock()
-        """Held by the call that is at work; see `alone`."""
-        self._leaving: deque[str] = deque()
-        """Requests to end as soon as nobody is at work."""
+        self.lock = Lock()
+        """Held by the call that is inside the engine: see `exclusive`."""
+        self._to_abort: deque[str] = deque()
+        """Requests to abort as soon as no call is inside the engine."""
         self._live: dict[str, LiveRequest] = {}
-        self._owner: dict[str, tuple[str, int]] = {}
-        """Scheduler's id of a continuation -> (request, which continuation)."""
+        self._sequences: dict[str, tuple[LiveRequest, Continuation]] = {}
+        """Continuations that have not ended, by sequence id."""
+        self._sequence_numbers = count()
 
     @property
     def supports_grammars(self) -> bool:
@@ -113,12 +100,12 @@ class Engine:
         return bool(self._live)
 
     def output(self, request_id: str) -> RequestOutput:
-        """The result of a request that has not ended, as it grows."""
+        """Returns the result of a request that has not ended: a live object, which grows."""
         return self._live[request_id].output
 
     # ---- requests come and go ----------------------------------------------------------------------
 
-    @alone
+    @exclusive
     def add_request(
         self,
         request_id: str,
@@ -129,12 +116,10 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         speculate: bool = True,
-        compiled: CompiledGrammar | None = None,
     ) -> None:
-        """Queue a request, or refuse it with the reason. Nobody else's request is touched.
+        """Queue a request, or refuse it with the reason; no other request is affected.
 
-        Without `speculate` it decodes plainly: its drafter is fed, where it has KV, but proposes nothing.
-        `compiled` is its grammar, from `grammars.compile`, for whoever cannot wait for that here.
+        Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
@@ -143,133 +128,107 @@ class Engine:
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
             )
-        matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar, compiled)
-        self._end_leavers()
-        prompt_token_ids = self._checked_tokens(request_id, prompt_token_ids)
-        # Checks the settings against the vocabulary, so before anybody takes the request.
+        matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
+        self._abort_pending()
+        if request_id in self._live:
+            raise RequestError(f"request id {request_id!r} is in use; choose another")
+        tokens = checked_prompt(request_id, prompt_token_ids, vocab_size=self.model.spec.vocab_size)
+        # Checks the settings against the vocabulary, so before the scheduler takes the request.
         sampling = RequestSampling(
             params,
             vocab_size=self.model.spec.vocab_size,
             device=self.runner.device,
-            prompt=prompt_token_ids,
+            prompt=tokens,
             eos_token_ids=self.model.eos_ids,
             matcher=matcher,
         )
-        room = self.max_model_len - len(prompt_token_ids)
-        stop = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop |= frozenset(self.model.eos_ids)
-        spec = RequestSpec(
-            id=request_id,
-            prompt=prompt_token_ids,
-            max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
-            k=self.k if speculate else 0,
-            priority=priority,
-            stop_tokens=stop,
-            n=params.n,
-            salt=salt,
-            use_cache=params.prompt_logprobs is None,
-        )
-        samplings = (sampling, *(sampling.fork(number) for number in range(1, params.n)))
+        samplings = (sampling, *(sampling.fork(index) for index in range(1, params.n)))
+        continuations = [
+            # The number makes the key unique, whatever ids callers choose; the rest is for people who debug.
+            Continuation(f"{request_id}~{next(self._sequence_numbers)}", index, each, self.model.tokenizer)
+            for index, each in enumerate(samplings)
+        ]
         live = LiveRequest(
             output=RequestOutput(
                 request_id=request_id,
                 prompt=prompt,
-                prompt_token_ids=prompt_token_ids,
-                outputs=[],
+                outputs=[continuation.output for continuation in continuations],
                 metrics=RequestMetrics(arrival_s=time.monotonic()),
-                prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(prompt_token_ids),
+                tokens=tokens,
+                prompt_len=len(tokens),
+                prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(tokens),
             ),
-            params=params,
-            continuations=[Continuation(i, params, self.model.tokenizer, stop) for i in range(params.n)],
-            samplings=samplings,
-            stop_tokens=stop,
+            continuations=continuations,
             salt=salt,
         )
-        live.output.outputs = [continuation.output for continuation in live.continuations]
-        running = RunningRequest(
-            request_id,
-            prompt_token_ids,
-            samplings[0],
-            prompt_len=len(prompt_token_ids),
-            stop_tokens=stop,
-            forks=samplings[1:],
-            prompt_logprobs=params.prompt_logprobs,
+        room = self.max_model_len - len(tokens)
+        record = self.scheduler.add(
+            RequestSpec(
+                id=request_id,
+                sequence_ids=tuple(continuation.sequence_id for continuation in continuations),
+                prompt=tokens,
+                max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
+                k=self.k if speculate else 0,
+                priority=priority,
+                stop_tokens=frozenset(
+                    params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *self.model.eos_ids)
+                ),
+                salt=salt,
+                use_cache=params.prompt_logprobs is None,
+            )
         )
-        self.scheduler.add(spec)
         try:
             self._live[request_id] = live
-            self._owner[request_id] = (request_id, 0)
-            self._run_here(running, salt)
+            self._sequences.update({each.sequence_id: (live, each) for each in continuations})
+            running = RunningRequest(record, sampling, forks=samplings[1:], prompt_logprobs=params.prompt_logprobs)
+            self._start(live, continuations[0], running)
         except BaseException:
-            # All know of it, or nobody does.
-            self._drop(request_id)
+            # Either all parts know the request, or none does.
+            self._drop_all(live)
             self._live.pop(request_id, None)
             raise
 
-    def _matcher(
-        self, request_id: str, params: SamplingParams, grammar: Grammar, compiled: CompiledGrammar | None
-    ) -> Matcher:
+    def _matcher(self, request_id: str, params: SamplingParams, grammar: Grammar) -> Matcher:
         if self.grammars is None:
             raise RequestError(
-                f"request {request_id!r}: output in a given form ({grammar.kind.value}) is not available: it takes a "
-                "model with an end-of-text token, and the package xgrammar (pip install 'outrider[grammar]'); leave "
-                "it out and check the text yourself"
+                f"request {request_id!r}: structured output ({grammar.kind.value}) is not available: it needs a "
+                "model with an end-of-text token and the package llguidance (pip install 'outrider[grammar]'); leave "
+                "the grammar out and check the text yourself"
             )
         if params.ignore_eos:
             raise RequestError(
-                f"request {request_id!r}: ignore_eos and a grammar contradict each other, since a text that has its "
-                "form ends; leave one of them out"
+                f"request {request_id!r}: ignore_eos and a grammar contradict each other, since text that "
+                "completes its grammar ends; leave one of them out"
             )
-        return self.grammars.matcher(self.grammars.compile(grammar).result() if compiled is None else compiled)
+        return self.grammars.matcher(grammar)
 
-    def _checked_tokens(self, request_id: str, given: Sequence[int]) -> list[int]:
-        """The prompt as plain token ids of this model, or the reason why it is none."""
-        if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Sequence):
-            raise RequestError(
-                f"request {request_id!r}: a prompt must be text or a list of token ids, got {type(given).__name__}"
-            )
-        if not len(given):
-            raise RequestError(f"request {request_id!r}: the prompt is empty; send at least one token")
-        try:
-            tokens = [index(token) for token in given]
-        except TypeError:
-            tokens = []
-        if not tokens or any(isinstance(token, bool) for token in given):
-            raise RequestError(f"request {request_id!r}: every token id must be a whole number")
-        vocabulary = self.model.spec.vocab_size
-        bad = next((token for token in tokens if not 0 <= token < vocabulary), None)
-        if bad is not None:
-            raise RequestError(
-                f"request {request_id!r}: token id {bad} is not in the vocabulary of {vocabulary} tokens; "
-                "use this model's tokenizer"
-            )
-        return tokens
-
-    def _run_here(self, request: RunningRequest, salt: str) -> None:
-        self.runner.add(request)
+    def _start(self, live: LiveRequest, continuation: Continuation, running: RunningRequest) -> None:
+        """Have the runner run a continuation, and the outputs show its tokens."""
+        record = running.record
+        continuation.output.tokens, continuation.output.prompt_len = record.tokens, record.prompt_len
+        self.runner.add(running)
         if self.sanitizer is not None:
-            self.sanitizer.track(request.id, request.tokens, ("", salt))
+            self.sanitizer.track(record.id, record.tokens, ("", live.salt))
 
-    @alone
+    @exclusive
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and all its continuations; None if there is none of that name."""
+        """End a request and all its continuations; None if there is none of that id."""
         return self._abort(request_id)
 
-    def leave(self, request_id: str) -> None:
-        """Abort a request now or, if somebody is at work, before the next step. Never refuses."""
-        self._leaving.append(request_id)
-        if self.inside.acquire(blocking=False):
+    def abort_soon(self, request_id: str) -> None:
+        """Abort a request now or, if another call is inside the engine, before the next step."""
+        self._to_abort.append(request_id)
+        if self.lock.acquire(blocking=False):
             try:
-                self._end_leavers()
+                self._abort_pending()
             finally:
-                self.inside.release()
+                self.lock.release()
 
-    def _end_leavers(self) -> None:
-        while self._leaving:
-            self._abort(self._leaving[0])
-            # Only now: who is interrupted here tries again.
-            self._leaving.popleft()
+    def _abort_pending(self) -> None:
+        while self._to_abort:
+            self._abort(self._to_abort[0])
+            # Only now: an abort that is interrupted is tried again.
+            self._to_abort.popleft()
 
     def _abort(self, request_id: str) -> RequestOutput | None:
         live = self._live.get(request_id)
@@ -279,42 +238,43 @@ class Engine:
         return self._close(live)
 
     def _end_all(self, live: LiveRequest, reason: str) -> None:
-        for number, continuation in enumerate(live.continuations):
-            self._drop(self._name(live, number))
+        self._drop_all(live)
+        for continuation in live.continuations:
             continuation.end(reason)
 
-    def _name(self, live: LiveRequest, number: int) -> str:
-        name = live.output.request_id
-        return fork_name(name, number) if number else name
+    def _drop_all(self, live: LiveRequest) -> None:
+        for continuation in live.continuations:
+            self._drop(continuation.sequence_id)
 
-    def _drop(self, sequence: str) -> None:
-        """The scheduler and the runner forget a continuation."""
-        self.scheduler.abort(sequence)
-        self.runner.forget(sequence)
-        self._owner.pop(sequence, None)
+    def _drop(self, sequence_id: str) -> None:
+        """Have the scheduler and the runner forget a continuation."""
+        self.scheduler.abort(sequence_id)
+        self.runner.forget(sequence_id)
+        self._sequences.pop(sequence_id, None)
         if self.sanitizer is not None:
-            self.sanitizer.forget(sequence)
-
-    @alone
-    def reset_prefix_cache(self) -> None:
-        """Prompts find nothing of what was computed so far; requests that run keep what they hold."""
-        self.scheduler.kv.reset_cache()
+            self.sanitizer.forget(sequence_id)
 
     def _close(self, live: LiveRequest) -> RequestOutput:
         live.output.finished = True
         live.output.metrics.finished_s = time.monotonic()
-        del self._live[live.output.request_id]
+        del self._live[live.id]
         return live.output
+
+    @exclusive
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; requests that run keep what they hold."""
+        self.scheduler.kv.reset_cache()
 
     # ---- one step ----------------------------------------------------------------------------------
 
-    @alone
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that changed. Their outputs are live objects, not copies.
 
-        Whatever is raised inside ends the requests of the step, with `error` set; all others go on with the next.
+        An exception ends the requests of the step, with `error` set, and is raised again; all other requests go on
+        with the next step.
         """
-        self._end_leavers()
+        self._abort_pending()
         plan = None
         try:
             plan, planned_s = self.scheduler.schedule(), time.monotonic()
@@ -326,17 +286,17 @@ class Engine:
             raise
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
-        """A step was interrupted, nobody knows where: whoever was in it ends."""
-        lost = dict.fromkeys(self.scheduler.abandon(plan).requests)
-        # Some of its requests may have left the scheduler already, without their owners having been told.
-        lost.update(dict.fromkeys(row.request for row in plan.rows) if plan is not None else {})
-        owners = dict.fromkeys(self._owner[name][0] for name in lost if name in self._owner)
-        for live in [self._live[owner] for owner in owners]:
+        """End the requests of a step that was interrupted: how far it got is unknown."""
+        lost = self.scheduler.abandon(plan).ended
+        # Some of its sequences may have left the scheduler already, without their callers having been told.
+        lost += [row.sequence_id for row in plan.scheduled] if plan is not None else []
+        requests = {self._sequences[id][0].id: self._sequences[id][0] for id in lost if id in self._sequences}
+        for live in requests.values():
             if not live.finished:
                 live.output.error = f"its step was interrupted: {type(error).__name__}: {error}"
-            for number, continuation in enumerate(live.continuations):
-                self._drop(self._name(live, number))
-                # What was interrupted may be the text itself.
+            self._drop_all(live)
+            for continuation in live.continuations:
+                # The text itself may be what was interrupted.
                 with suppress(Exception):
                     continuation.end("error")
                 continuation.output.finish_reason = continuation.output.finish_reason or "error"
@@ -345,56 +305,52 @@ class Engine:
     def _hand_out(
         self, plan: StepPlan, result: StepResult, updates: Sequence[Update], planned_s: float
     ) -> list[RequestOutput]:
-        ran = {
-            row.request: (row.drafts, len(tokens)) for row, tokens in zip(plan.rows, result.verdict.tokens, strict=True)
+        """Bring the outputs up to date; returns those that changed."""
+        verified = {
+            row.sequence_id: (row.drafts, len(tokens))
+            for row, tokens in zip(plan.scheduled, result.verdict.tokens, strict=True)
         }
         changed: dict[str, LiveRequest] = {}
-        for row in plan.rows:
+        for row in plan.scheduled:
             self._note_row(row, result, planned_s)
         for update in updates:
-            place = self._owner.get(update.request) or self._new_fork(update)
-            if place is None:
-                continue
-            owner, number = place
-            live = changed[owner] = self._live[owner]
-            if owner in result.failed or update.finish == "failed":
-                live.output.error = result.failed.get(owner, "its KV could not be loaded")
+            live, continuation = self._sequences.get(update.sequence_id, (None, None))
+            if live is None or continuation is None:
+                continue  # another continuation has failed, and the request with it
+            changed[live.id] = live
+            failure = result.failed.get(update.sequence_id)
+            if failure is not None or update.finish == "failed":
+                live.output.error = "its KV could not be loaded" if failure is None else str(failure)
+                live.output.error_is_callers = isinstance(failure, RequestError)
                 self._end_all(live, "error")
             else:
-                self._take(live, number, update, ran.get(update.request, (0, 0)), result)
+                self._take(live, continuation, update, verified.get(update.sequence_id, (0, 0)), result)
         for live in changed.values():
             if live.finished:
                 self._close(live)
         return [live.output for live in changed.values()]
 
-    def _note_row(self, row: StepRow, result: StepResult, planned_s: float) -> None:
-        live = self._live[self._owner[row.request][0]]
-        metrics = live.output.metrics
+    def _note_row(self, row: ScheduledRequest, result: StepResult, planned_s: float) -> None:
+        output = self._sequences[row.sequence_id][0].output
+        metrics = output.metrics
         if metrics.scheduled_s is None:
             metrics.scheduled_s = planned_s
             # Where its first rows begin. It may have ended with them, so the scheduler cannot be asked.
             metrics.cached_tokens = row.start
-        for position, score in result.prompt_logprobs.get(row.request, ()):
-            assert live.output.prompt_logprobs is not None
-            live.output.prompt_logprobs[position] = score
+        for position, score in result.prompt_logprobs.get(row.sequence_id, ()):
+            assert output.prompt_logprobs is not None
+            output.prompt_logprobs[position] = score
 
-    def _new_fork(self, update: Update) -> tuple[str, int] | None:
-        """The first token of a further continuation: from now on it runs on its own. None if its request has failed."""
-        name, _, digits = update.request.rpartition("#")
-        live, number = self._live[name], int(digits)
-        if live.output.error is not None:
-            return None
-        prompt = live.output.prompt_token_ids
-        self._owner[update.request] = (name, number)
-        sampling = live.samplings[number]
-        running = RunningRequest(update.request, prompt, sampling, prompt_len=len(prompt), stop_tokens=live.stop_tokens)
-        running.take(update.tokens)
-        self._run_here(running, live.salt)
-        return name, number
-
-    def _take(self, live: LiveRequest, number: int, update: Update, ran: tuple[int, int], result: StepResult) -> None:
-        """One continuation goes on. `ran`: drafts that were verified, tokens that this gave before any cut."""
-        metrics, tokens, (drafts, given) = live.output.metrics, update.tokens, ran
+    def _take(
+        self,
+        live: LiveRequest,
+        continuation: Continuation,
+        update: Update,
+        verified: tuple[int, int],
+        result: StepResult,
+    ) -> None:
+        """Add what a continuation gained; `verified` is (drafts verified, tokens that this gave before any cut)."""
+        metrics, tokens, (drafts, given) = live.output.metrics, update.tokens, verified
         if tokens and metrics.first_token_s is None:
             metrics.first_token_s = time.monotonic()
         metrics.steps += 1
@@ -403,23 +359,38 @@ class Engine:
             origins = token_origins(given, drafts)
             metrics.speculation.count(drafts, given - 1)
             self.speculation.count(drafts, given - 1)
-        logprobs = self._logprobs(update, number, result)
-        stopped = live.continuations[number].take(tokens, origins, logprobs, update.finish)
+        if not continuation.output.tokens:
+            self._start_fork(live, continuation, update)
+        logprobs = self._logprobs(live, continuation, result)
+        stopped = continuation.take(tokens, origins, logprobs, update.finish)
         if stopped or update.finish is not None:
-            self._drop(update.request)
+            self._drop(update.sequence_id)
 
-    def _logprobs(self, update: Update, number: int, result: StepResult) -> list[TokenLogprobs] | None:
-        if update.request in result.logprobs:
-            return result.logprobs[update.request]
-        owner = self._owner[update.request][0]
-        forks = result.fork_logprobs.get(owner)
-        if number and forks is not None:
-            first = forks[number - 1]
+    def _start_fork(self, live: LiveRequest, continuation: Continuation, update: Update) -> None:
+        """Let a fork, whose first token was drawn beside its request's, run on its own from now on."""
+        record = self.scheduler.requests.get(update.sequence_id)
+        if record is not None:
+            continuation.sampling.append(update.tokens)
+            self._start(live, continuation, RunningRequest(record, continuation.sampling))
+        else:
+            # Its first token was its last.
+            output, prompt_len = continuation.output, live.output.prompt_len
+            output.tokens, output.prompt_len = live.output.tokens[:prompt_len], prompt_len
+            output.tokens.extend(update.tokens)
+
+    def _logprobs(
+        self, live: LiveRequest, continuation: Continuation, result: StepResult
+    ) -> list[TokenLogprobs] | None:
+        if continuation.sequence_id in result.logprobs:
+            return result.logprobs[continuation.sequence_id]
+        index, forks = continuation.output.index, result.fork_logprobs.get(live.continuations[0].sequence_id)
+        if index and forks is not None:
+            first = forks[index - 1]
             return None if first is None else [first]
         return None
 
 
 def token_origins(tokens: int, drafts: int) -> list[Origin]:
-    """All but the last of the tokens that verifying `drafts` yields are accepted drafts."""
+    """Returns where the tokens of a verification came from: all but the last are accepted drafts."""
     last = Origin.BONUS if tokens == drafts + 1 else Origin.CORRECTED
     return [Origin.ACCEPTED] * (tokens - 1) + [last]

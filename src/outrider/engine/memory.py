@@ -6,46 +6,27 @@ as if it were full of texts of one length; but none gets less than the longest t
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
-import torch
-
+from outrider.backends.base import Backend
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.retention import RetentionMask
 from outrider.kv.sizing import worst_case_pages
 
-DEFAULT_CPU_BYTES = 2 << 30
-SHARE_OF_FREE_MEMORY = 0.4
-"""On a CPU the KV cache takes at most this share of what is free: others live there too."""
 USUAL_TEXT_TOKENS = 4096
-"""Of longer texts a window is a smaller part: an arena of windows alone would then be too small for short ones."""
+"""Length of text for which memory is divided between arenas. With longer texts, an arena that holds only windows would
+be too small for many short ones."""
 
 
-def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Memory for KV, after the weights are loaded."""
-    if config.kv_cache_memory_bytes is not None:
-        _check_the_machine_has(config.kv_cache_memory_bytes, device)
-        return config.kv_cache_memory_bytes
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(DEFAULT_CPU_BYTES, int(free * SHARE_OF_FREE_MEMORY))
-
-
-def _check_the_machine_has(budget_bytes: int, device: torch.device) -> None:
-    """Memory of a CPU is handed out when it is first written: too much of it would be missed only then."""
-    if device.type == "cpu":
-        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if budget_bytes > machine_bytes:
-            raise ConfigError(
-                f"kv_cache_memory_bytes ({budget_bytes:,}) is more than this machine has ({machine_bytes:,} bytes); "
-                "lower it"
-            )
+def kv_budget_bytes(config: EngineConfig, backend: Backend) -> int:
+    """Returns the memory for KV, after the weights are loaded."""
+    if config.kv_cache_memory_bytes is None:
+        return backend.free_kv_bytes(config.gpu_memory_utilization)
+    backend.check_kv_bytes(config.kv_cache_memory_bytes)
+    return config.kv_cache_memory_bytes
 
 
 def total_bytes(layout: KVLayout, pages: tuple[int, ...]) -> int:
@@ -69,7 +50,7 @@ def kept_tokens(layout: KVLayout, config: KVConfig, group: int, length: int) -> 
 
 
 def arena_pages(layout: KVLayout, config: KVConfig, *, tokens: int, least: tuple[int, ...]) -> tuple[int, ...]:
-    """Pages of each arena for so many tokens of texts, none less than `least`; one more is the sink."""
+    """Pages of each arena for so many tokens of texts, none less than `least`; one more is the null page."""
     length = min(USUAL_TEXT_TOKENS, config.max_model_len)
     pages = [1] * len(layout.arena_page_bytes)
     for group, spec in enumerate(layout.groups):
@@ -79,7 +60,7 @@ def arena_pages(layout: KVLayout, config: KVConfig, *, tokens: int, least: tuple
 
 
 def least_pages(layout: KVLayout, config: KVConfig, length: int, k: int) -> tuple[int, ...]:
-    """Pages of each arena, the sink included, in which a text of this length can run alone."""
+    """Pages of each arena, the null page included, in which a text of this length can run alone."""
     return tuple(2 if not pages else pages + 1 for pages in worst_case_pages(layout, config, length, k, draft=True))
 
 

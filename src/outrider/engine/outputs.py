@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,6 +10,10 @@ from outrider.engine.speculation import SpeculationCounts
 from outrider.runner.sampler import TokenLogprobs
 
 __all__ = ["CompletionOutput", "Origin", "RequestMetrics", "RequestOutput", "SpeculationCounts"]
+
+
+def _no_tokens() -> array[int]:
+    return array("I")
 
 
 class Origin(Enum):
@@ -19,9 +24,9 @@ class Origin(Enum):
     ACCEPTED = "accepted"
     """A draft that the target agreed with."""
     CORRECTED = "corrected"
-    """The target's own, in place of a draft it disagreed with."""
+    """The target's own token, in place of a draft it disagreed with."""
     BONUS = "bonus"
-    """The target's own, after all drafts were accepted."""
+    """The target's own token, after all drafts were accepted."""
 
 
 @dataclass(slots=True)
@@ -30,30 +35,46 @@ class CompletionOutput:
 
     index: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=_no_tokens, repr=False)
+    """The sequence's own record of its tokens, prompt and all, which the scheduler keeps; empty before it starts."""
+    prompt_len: int = 0
     origins: list[Origin] = field(default_factory=list)
-    """One for each token id."""
+    """Where each generated token came from."""
     pieces: list[str] = field(default_factory=list)
-    """The text that each token added; together they begin with `text`, which leaves out stop strings."""
+    """The text that each token added; joined, they begin with `text`, which leaves out stop strings."""
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
-    """stop, length, abort or error; None while it goes on."""
+    """stop, length, abort or error; None while the continuation goes on."""
     stop_reason: int | str | None = None
     """The token id or the string that stopped it; None at end-of-text and at a limit."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.origins)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens, in a new list."""
+        return self.token_ids_between(0, self.num_tokens)
+
+    def token_ids_between(self, start: int, end: int) -> list[int]:
+        """Returns generated tokens [start, end), without a copy of those before them."""
+        return self.tokens[self.prompt_len + start : self.prompt_len + end].tolist()
 
 
 @dataclass(slots=True)
 class RequestMetrics:
     arrival_s: float
     scheduled_s: float | None = None
-    """When its first rows were planned."""
+    """When the request's first rows were planned."""
     first_token_s: float | None = None
     finished_s: float | None = None
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Number of prompt tokens that came from the prefix cache."""
     steps: int = 0
-    """Target passes that sampled for this request."""
+    """Number of target passes that sampled for this request."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
@@ -61,11 +82,20 @@ class RequestMetrics:
 class RequestOutput:
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    tokens: array[int] = field(default_factory=_no_tokens, repr=False)
+    """The record that holds the prompt, which is the first continuation's."""
+    prompt_len: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One per prompt token; nothing precedes the first, so its entry is None."""
+    """One entry per prompt token; nothing precedes the first, so its entry is None."""
     finished: bool = False
     error: str | None = None
-    """Why it ended, where finish_reason is error."""
+    """Why the request ended, where finish_reason is error."""
+    error_is_callers: bool = False
+    """Whether the request's own settings caused the error, so that sending it again cannot help."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's tokens, in a new list."""
+        return self.tokens[: self.prompt_len].tolist()

@@ -1,4 +1,4 @@
-"""How drafts fared: counted per request and per engine. Torch-free."""
+"""Counts of drafts and of those accepted, per request and per engine. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Mean acceptance length counts the token that the target adds to every draft."""
+    """Drafts of any number of verifications."""
 
     drafts: int = 0
+    """Number of verifications: times that the target checked the drafts of a request."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    """How often the draft in each place was accepted."""
+    """How often the draft at each place was accepted."""
 
     def count(self, proposed: int, accepted: int) -> None:
         self.drafts += 1
@@ -34,6 +35,7 @@ class SpeculationCounts:
 
     @property
     def mean_acceptance_length(self) -> float:
+        """Mean number of tokens per verification, including the one that the target adds to the accepted drafts."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property

@@ -11,20 +11,23 @@ class StopStrings:
         self._longest = max(map(len, self._strings), default=0)
 
     def __bool__(self) -> bool:
-        """Are there any?"""
         return bool(self._strings)
 
     def find(self, text: str, searched: int) -> tuple[int, str] | None:
-        """Where the first stop string begins, and which; everything before `searched` is known to hold none."""
+        """Returns the place and the string of the earliest match that ends after text[:searched].
+
+        Matches that end before were found by earlier calls. Those may have been ignored, so they must not be
+        found again: each string looks back by its own length, not by that of the longest one.
+        """
         best: tuple[int, str] | None = None
         for string in self._strings:
-            place = text.find(string, max(0, searched - self._longest + 1))
+            place = text.find(string, max(0, searched - len(string) + 1))
             if place >= 0 and (best is None or place < best[0]):
                 best = (place, string)
         return best
 
     def safe_length(self, text: str) -> int:
-        """How much of the text can be shown: its end may be the beginning of a stop string."""
+        """Returns how much of the text can be shown: its end may be the beginning of a stop string."""
         for held in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - held :]
             if any(string.startswith(tail) for string in self._strings):

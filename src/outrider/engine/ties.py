@@ -1,4 +1,4 @@
-"""Two runs that should be equal part at a token: is it a tie, or is one of them wrong?
+"""Decides whether two runs that should be equal differ at a token because of a tie, or because one of them is wrong.
 
 The order in which a batch sums up its products may change a logit in its last bits. Where the two best candidates
 are closer than that, either choice is right. The logits are computed once more, from the tokens before, and the
@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.backends.keyed_noise import fork_seed, row_key
+from outrider.backends.reference.noise import gumbel
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput
-from outrider.kernels.portable import fork_seed, row_key
-from outrider.runner.noise import gumbel
 from outrider.sampling import SamplingParams
 
 TIE_TOLERANCE = 1e-3
-"""In float32; sums of a thousand products differ by some 1e-5."""
+"""Largest difference of tied logits in float32; sums of a thousand products differ by some 1e-5."""
 TIE_ULPS = 32
-"""In shorter formats a logit between 16 and 32 is rounded to 16 times their epsilon: two such steps."""
+"""Largest difference in shorter formats, in units of their epsilon: logits between 16 and 32 are rounded to 16 of
+them, and two such steps are allowed."""
 
 
 def tie_tolerance(dtype: torch.dtype) -> float:
@@ -29,7 +30,7 @@ def tie_tolerance(dtype: torch.dtype) -> float:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts part; None if they are equal."""
+    """Returns the first place at which two texts differ; None if they are equal."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place
@@ -38,13 +39,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parting:
-    """Two candidates for one token."""
+    """Two candidates for one token, and how they compare when the logits are computed once more."""
 
     candidates: tuple[int, int]
     best: int
-    """What the logits computed once more choose."""
+    """The token that the new logits choose."""
     gap: float
-    """How far the worse of the candidates is behind the best: of logits, or of logits with their noise."""
+    """How far the worse candidate is behind the best token, in logits or, when sampling, in logits with noise."""
     tolerance: float
 
     @property
@@ -71,7 +72,7 @@ def examine(engine: Engine, before: Sequence[int], candidates: tuple[int, int], 
 
 
 def _score(engine: Engine, before: Sequence[int], token: int, params: SamplingParams) -> float:
-    """What the choice goes by, but for a constant that all tokens share."""
+    """Returns the score that the choice of a token goes by, up to a constant that all tokens share."""
     scored = _run(engine, [*before, token], params).prompt_logprobs
     assert scored is not None and scored[-1] is not None
     logprob = scored[-1].logprob

@@ -14,7 +14,7 @@ from outrider.kv.search import GroupView, longest_common
 
 
 def find_hit(views: Sequence[GroupView], num_target: int, footprint: KVFootprint, limit: int, *, draft: bool) -> Hit:
-    """The target's hit never depends on the drafter; the drafter takes what there is next to it."""
+    """Search the cache. The target's hit never depends on the drafter, which takes what is cached next to it."""
     target = views[:num_target]
     end = longest_common(target if num_target == 1 else sorted(target, key=_slides), limit)
     if not draft:
@@ -38,32 +38,32 @@ def find_hit(views: Sequence[GroupView], num_target: int, footprint: KVFootprint
 
 
 def _slides(view: GroupView) -> bool:
-    """Groups that read everything are searched first: they are quick to say how long a hit can be at most."""
-    return view.spec.kind.freed_at(0) is not None
+    """Whether the group has a window. Full groups are searched first, since they bound a hit quickly."""
+    return view.spec.kind.slides
 
 
 def shared_end(target: Sequence[GroupView], limit: int) -> int:
-    """How much of the sequence others have had in front of them too, whether or not it can be hit.
+    """Returns how much of the sequence earlier sequences had in common with it, whether or not it can be hit.
 
-    Groups that read everything remember it. Where the hit is shorter, a window has moved on since; the end of
-    what is shared is then worth keeping, for whoever comes next.
+    Full groups keep everything, so they tell. Where the hit is shorter, a window has moved on since; the end of
+    the common prefix is then worth keeping for later sequences.
     """
     return min((view.longest(limit) for view in target if not _slides(view)), default=0)
 
 
 def _tap_rows_possible(view: GroupView, end: int, tap_rows: int) -> bool:
-    """Rows before the hit read further back than the hit itself needs, unless the group keeps everything."""
+    """Whether the group holds what tap rows read: they start before the hit and read further back than it needs."""
     needed = view.spec.kind.needed(end, tap_rows)
     return needed == view.spec.kind.needed(end) or view.holds(needed)
 
 
 def _latest_run(view: GroupView, end: int, footprint: KVFootprint) -> Interval:
-    """The run of draft slots that ends nearest below `end`; within the reach, tap rows can close the gap."""
+    """Returns the run of draft slots that ends nearest below `end`; within the reach, tap rows can close the gap."""
     needed = view.spec.kind.needed(end)
     if needed.empty:
         return Interval(end, end)
     if needed.start == 0:
-        # Mostly all of it is there, from the beginning up to the reach.
+        # In most cases the whole run is cached, from the beginning up to the reach.
         prefix_end = min(end, view.prefix_end(end))
         if prefix_end >= max(1, end - footprint.token_reach):
             return Interval(0, prefix_end)
@@ -80,7 +80,7 @@ class Placement(NamedTuple):
 
     first_page: int
     low: int
-    """The first position that is valid: the whole front of the first page, or nothing at all."""
+    """The first valid position: the start of the first page, or the end of the hit if no page is used."""
     published: int
     pages: list[int | None]
     shared: list[int]
@@ -121,8 +121,8 @@ def place(view: GroupView, hold: Interval) -> Placement:
     return Placement(first, first * size, published, pages, shared, copied, loads)
 
 
-class Seating(NamedTuple):
-    """How one group of a new sequence is filled: from the cache, and from a peer."""
+class GroupAllocation(NamedTuple):
+    """The pages that one group of a new sequence gets: from the cache, from a peer, and fresh ones."""
 
     view: GroupView
     placement: Placement
@@ -130,7 +130,7 @@ class Seating(NamedTuple):
 
     @property
     def num_fresh(self) -> int:
-        """Pages to take: for copies, for loads, and for what a peer sends past what is placed."""
+        """Number of fresh pages: for copies, for loads, and for what a peer sends past what is placed."""
         placement = self.placement
         beyond = 0
         if not self.pull.empty:
@@ -140,50 +140,52 @@ class Seating(NamedTuple):
 
 
 Offered = Mapping[int, Interval]
-"""What a peer holds of a sequence, per group."""
+"""The positions that a peer holds of a sequence, per group."""
 
 
-def seat_from_cache(views: Sequence[GroupView], holds: Sequence[Interval]) -> list[Seating]:
-    return [Seating(view, place(view, hold), NOTHING) for view, hold in zip(views, holds, strict=True)]
+def allocate_from_cache(views: Sequence[GroupView], holds: Sequence[Interval]) -> list[GroupAllocation]:
+    return [GroupAllocation(view, place(view, hold), NOTHING) for view, hold in zip(views, holds, strict=True)]
 
 
-def seat_with_peer(
+def allocate_with_peer(
     views: Sequence[GroupView], holds: Sequence[Interval], end: int, margin: int, offered: Offered
-) -> list[Seating] | None:
-    """Fill groups for a start at `end`: what is cached, and the rest from a peer.
+) -> list[GroupAllocation] | None:
+    """Allocate for a start at `end`: what is cached, and the rest from a peer.
 
-    None if the offer does not cover what is needed.
+    Returns None if the offer does not cover what is needed.
     """
-    seats = []
+    allocations = []
     for view, hold in zip(views, holds, strict=True):
         kind = view.spec.kind
         pull = wanted(kind, end=end, margin=margin, held=hold, offered=offered.get(view.group, NOTHING))
         if pull is None:
             return None
-        # Of what is cached hold only what the start at `end` needs; on failure the index has the rest.
+        # Hold only the cached pages that the start at `end` needs; on failure the index has the rest.
         hold = Interval(max(hold.start, kind.needed(end, margin).start), hold.end)
         if not pull.empty and (hold.empty or pull.start > hold.end):
             hold = Interval(pull.start, pull.start)
-        seats.append(Seating(view, place(view, hold), pull))
-    return seats
+        allocations.append(GroupAllocation(view, place(view, hold), pull))
+    return allocations
 
 
-def seat_target(
+def allocate_target(
     views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None
-) -> tuple[list[Seating], bool]:
-    """Target groups, and whether the peer's offer is used. One that is too short is left alone."""
+) -> tuple[list[GroupAllocation], bool]:
+    """Allocate the target groups, and say whether the peer's offer is used. An offer that is too short is ignored."""
     holds = [view.spec.kind.needed(hit.end, hit.tap_rows) for view in views]
-    seats = None if offered is None else seat_with_peer(views, holds, end, margin, offered)
-    return (seat_from_cache(views, holds), False) if seats is None else (seats, True)
+    allocations = None if offered is None else allocate_with_peer(views, holds, end, margin, offered)
+    return (allocate_from_cache(views, holds), False) if allocations is None else (allocations, True)
 
 
-def seat_draft(views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None) -> list[Seating]:
-    """Draft groups. A run that does not start where the need does is pulled whole rather than patched."""
+def allocate_draft(
+    views: Sequence[GroupView], hit: Hit, end: int, margin: int, offered: Offered | None
+) -> list[GroupAllocation]:
+    """Allocate the draft groups. A run that does not start where the need does is pulled whole rather than patched."""
     runs = hit.draft
     if offered is not None and views:
         whole = all(run.start <= view.spec.kind.needed(run.end).start for view, run in zip(views, runs, strict=True))
         held = runs if whole else [Interval(run.end, run.end) for run in runs]
-        seats = seat_with_peer(views, held, max(end, runs[0].end), margin, offered)
-        if seats is not None:
-            return seats
-    return seat_from_cache(views, runs)
+        allocations = allocate_with_peer(views, held, max(end, runs[0].end), margin, offered)
+        if allocations is not None:
+            return allocations
+    return allocate_from_cache(views, runs)

@@ -1,8 +1,8 @@
-"""The state of every page at one moment, for people to look at. Reads the pool and the ledger; changes nothing.
+"""The state of every page at one moment, for the playground and for people. Reads the pool and the ledger only.
 
-k sink      f free      c cached: nobody holds it, a prompt may find it
-h held      s shared: several hold it      x scratch: held, nothing in it is durable yet
-p let go of, but a step in flight may touch it      q quarantined
+k null page f free      c cached: in the index and not held
+h held      s shared: held several times      x scratch: held, nothing in it is durable yet
+p released, but a step in flight may touch it      q quarantined
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import NamedTuple
 
 from outrider.kv.intervals import page_count
 from outrider.kv.manager import KVManager
-from outrider.kv.pages import SINK, PageArena
+from outrider.kv.pages import NULL_PAGE, PageArena
 
-SINK_STATE, FREE, CACHED, HELD, SHARED, SCRATCH, PENDING, QUARANTINED = "kfchsxpq"
+NULL_STATE, FREE, CACHED, HELD, SHARED, SCRATCH, PENDING, QUARANTINED = "kfchsxpq"
 
 
 class ArenaCensus(NamedTuple):
     page_bytes: int
     pages: int
     states: str
-    """Runs of equal states, in the order of pages: 1k12h3s40f."""
+    """States of all pages in order, run-length encoded, such as 1k12h3s40f."""
 
 
 class GroupCensus(NamedTuple):
     name: str
     arena: int
     kind: str
-    """full, or sliding with its window."""
+    """Label of the group's kind: full, or sliding with its window."""
     page_tokens: int
     held: int
-    """Pages that sequences hold, shared ones counted for each."""
+    """Number of pages that sequences hold; a shared page counts once for each sequence."""
     published: int
 
 
@@ -81,7 +81,7 @@ def _arena_states(arena: PageArena) -> list[str]:
         SHARED if holders > 1 else HELD if holders else CACHED if published else FREE
         for holders, published in zip(arena.refs, arena.published, strict=True)
     ]
-    states[SINK] = SINK_STATE
+    states[NULL_PAGE] = NULL_STATE
     for page in arena.quarantined:
         states[page] = QUARANTINED
     return states

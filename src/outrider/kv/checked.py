@@ -25,7 +25,7 @@ def whole_number(
 
 
 def is_word(value: object) -> bool:
-    """A whole number that fits into 32 bits, as token ids and page numbers do."""
+    """Whether the value is a whole number of 32 bits, as token ids and page numbers are."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
 
@@ -40,17 +40,6 @@ def one_of(value: object, kind: type[Enum], what: str, *, error: type[OutriderEr
     if not isinstance(value, kind):
         allowed = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
         raise error(f"{what} must be one of {allowed}, got {value!r}")
-
-
-def true_or_false(value: object, what: str, *, error: type[OutriderError] = ConfigError) -> None:
-    if not isinstance(value, bool):
-        raise error(f"{what} must be True or False, got {value!r}")
-
-
-def tuple_of(value: object, kind: type, what: str, *, error: type[OutriderError] = ConfigError) -> None:
-    """Refuse anything but a tuple with items of one kind."""
-    if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
-        raise error(f"{what} must be a tuple of {kind.__name__}, got {value!r}")
 
 
 def checked_interval(value: object, what: str, error: type[OutriderError]) -> Interval:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from outrider.errors import ConfigError, FootprintError
-from outrider.kv.checked import checked_fields, one_of, text, true_or_false, tuple_of, whole_number
+from outrider.errors import FootprintError
+from outrider.kv.checked import checked_fields, text, whole_number
 from outrider.kv.groups import GroupKind
 from outrider.kv.intervals import Interval
 
@@ -34,14 +34,13 @@ class GroupSpec:
     page_tokens: int
     slot_bytes: int = 1
     unused_bytes: int = 0
-    """At the end of a page, where that makes it as large as another group's, so that they share an arena."""
+    """Bytes at the end of a page that pad it to the size of another group's page, so that both use one arena."""
     causal: bool = True
+    """False if the rows of a drafter's block read each other in both directions. Batches are built accordingly, and a
+    backend that cannot do it is refused when the drafter is loaded."""
 
     def __post_init__(self) -> None:
         text(self.name, "the name of a group", empty=False)
-        if not isinstance(self.kind, GroupKind):
-            raise ConfigError(f"group {self.name!r}: kind must be a GroupKind, got {self.kind!r}")
-        true_or_false(self.causal, f"group {self.name!r}: causal")
         for field in ("page_tokens", "slot_bytes"):
             whole_number(getattr(self, field), f"group {self.name!r}: {field}", at_least=1)
         whole_number(self.unused_bytes, f"group {self.name!r}: unused_bytes", at_least=0)
@@ -52,16 +51,22 @@ class GroupSpec:
 
 
 class Proposing(Enum):
-    """How drafts come about, which fixes passes, rows and the slots that are written."""
+    """How a drafter proposes, which fixes its passes, its rows and the slots that they write."""
 
     NOTHING = "nothing"
-    """No drafter."""
+    """There is no drafter."""
     LOOKUP = "lookup"
-    """No forward pass and no KV."""
+    """Drafts are looked up, without a forward pass and without KV."""
     CHAIN = "chain"
     """k passes of one row; each but the first consumes the draft before it."""
     BLOCK = "block"
     """One pass over the last sampled token and k masks, or more: see block_rows."""
+    HEADS = "heads"
+    """One product over the target's hidden state at the last accepted token: all k drafts at once, and no KV."""
+
+
+WITHOUT_KV = (Proposing.NOTHING, Proposing.LOOKUP, Proposing.HEADS)
+"""Ways of proposing that neither read nor write KV of the drafter's own."""
 
 
 @checked_fields(FootprintError)
@@ -76,40 +81,46 @@ class KVFootprint:
     scratch_extra: int = 0
     """scratch_ahead(k) = k + scratch_extra for a drafter with groups."""
     block_rows: int = 0
-    """A block has at least so many rows, however few of its drafts are wanted: masks were trained in such company.
-    Where the drafter's limit is nearer, it ends there."""
+    """Least number of rows in a block, however few drafts are wanted: the masks were trained in blocks of this size.
+    A block ends at the drafter's limit where that is nearer."""
     durable_lead: int = 0
-    """Durable slots end this far past v: 1 for a drafter that consumes the last sampled token itself."""
+    """How far past v the durable slots end: 1 for a drafter that consumes the last sampled token itself."""
     token_reach: int = 0
-    """A durable slot at p depends on tokens up to and including p + token_reach."""
+    """Number of later tokens that a slot depends on: the slot at p depends on tokens[: p + 1 + token_reach]."""
     taps: tuple[int, ...] = ()
-    """Target layers whose hidden states it is fed. A tap row is a target row run again only for its taps; its
-    own K/V goes to the sink."""
+    """Target layers whose hidden states (auxiliary hidden states, here taps) the drafter reads. A tap row is a target
+    row that is run again only for its taps; its own K/V goes to the null page."""
     keeps_accepted: bool = False
-    """Scratch of accepted drafts becomes durable as it is."""
+    """Whether scratch of accepted drafts becomes durable as it is."""
     feed_reads_kv: bool = False
-    """Feeding reads the drafter's own earlier KV, so what it writes above a gap is not what it should be."""
+    """Whether feeding, the draft model's prefill, reads its own earlier KV: above a gap it then writes wrong slots."""
     rebuild: bool = False
-    """Missing durable slots can be made from token ids alone."""
+    """Whether missing durable slots can be made from token ids alone."""
     max_len: int | None = None
-    """Positions at or past it cannot be stored by the drafter; None when only the model's limit holds."""
+    """First position that the drafter cannot store; None if only the model's limit holds."""
     fingerprint: str = ""
-    """What makes its KV bytes what they are: weights, configuration."""
+    """Identifies everything that determines the drafter's KV bytes: weights and configuration."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        text(self.name, "the name of a drafter", empty=False, error=FootprintError)
+        for tap in self.taps:
+            advice = "it is the number of a target layer"
+            whole_number(tap, f"{self.name}: each of taps", at_least=0, advice=advice, error=FootprintError)
         for field in ("scratch_extra", "block_rows", "durable_lead", "token_reach"):
             whole_number(getattr(self, field), f"{self.name}: {field}", at_least=0, error=FootprintError)
         if self.max_len is not None:
             whole_number(self.max_len, f"{self.name}: max_len", at_least=1, error=FootprintError)
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
-            raise FootprintError(f"{self.name}: two groups share a name in {names}; give each its own")
+            raise FootprintError(f"{self.name}: two groups have the same name in {names}; give each its own")
         if not self.groups:
             self._check_without_groups()
             return
-        if self.proposing in (Proposing.LOOKUP, Proposing.NOTHING):
-            raise FootprintError(f"{self.name}: a drafter that only looks up owns no groups; declare its passes")
+        if self.proposing in WITHOUT_KV:
+            raise FootprintError(
+                f"{self.name}: {self.proposing.value} reads and writes no KV, so it owns no groups; declare its "
+                "passes, or drop the groups"
+            )
         if self.durable_lead > 1:
             raise FootprintError(
                 f"{self.name}: durable_lead {self.durable_lead} would need tokens past the last sampled one; use 0 or 1"
@@ -151,25 +162,13 @@ class KVFootprint:
                     f"scratch_ahead({k}) is {self.scratch_ahead(k)}; raise scratch_extra"
                 )
 
-    def _check_types(self) -> None:
-        text(self.name, "the name of a drafter", empty=False, error=FootprintError)
-        text(self.fingerprint, f"{self.name}: fingerprint", error=FootprintError)
-        one_of(self.proposing, Proposing, f"{self.name}: proposing", error=FootprintError)
-        for field in ("keeps_accepted", "feed_reads_kv", "rebuild"):
-            true_or_false(getattr(self, field), f"{self.name}: {field}", error=FootprintError)
-        tuple_of(self.groups, GroupSpec, f"{self.name}: groups", error=FootprintError)
-        tuple_of(self.taps, int, f"{self.name}: taps", error=FootprintError)
-        for tap in self.taps:
-            advice = "it is the number of a target layer"
-            whole_number(tap, f"{self.name}: each of taps", at_least=0, advice=advice, error=FootprintError)
-
     def _check_without_groups(self) -> None:
         owns_kv = {
             "scratch_extra": self.scratch_extra,
             "block_rows": self.block_rows,
             "durable_lead": self.durable_lead,
             "token_reach": self.token_reach,
-            "taps": self.taps,
+            "taps": self.taps if self.proposing is not Proposing.HEADS else (),
             "keeps_accepted": self.keeps_accepted,
             "feed_reads_kv": self.feed_reads_kv,
             "rebuild": self.rebuild,
@@ -179,82 +178,84 @@ class KVFootprint:
             raise FootprintError(
                 f"{self.name}: {', '.join(wrong)} describe KV, but it declares no groups; add them or drop these"
             )
-        if self.proposing not in (Proposing.LOOKUP, Proposing.NOTHING):
+        if self.proposing not in WITHOUT_KV:
             raise FootprintError(f"{self.name}: {self.proposing.value} passes read KV; declare the groups")
+        if self.proposing is Proposing.HEADS and not self.taps:
+            raise FootprintError(f"{self.name}: heads read a hidden state of the target; declare its layer in taps")
 
-    def _proposes(self, k: int) -> bool:
-        """Does proposing k run the drafter at all?"""
+    def _writes_scratch(self, k: int) -> bool:
+        """Whether proposing k writes KV."""
         if k < 0:
             raise FootprintError(f"{self.name}: k must be a whole number of at least 0, got {k!r}; 0 proposes nothing")
         return k > 0 and bool(self.groups)
 
     def passes(self, k: int) -> int:
-        """Forward passes of the drafter to propose k."""
-        if not self._proposes(k):
-            return 0
+        """Number of the drafter's forward passes that propose k tokens."""
+        if not self._writes_scratch(k):
+            return 1 if self.proposing is Proposing.HEADS and k > 0 else 0
         return k if self.proposing is Proposing.CHAIN else 1
 
     def query_len(self, k: int) -> int:
-        """Rows of each pass."""
-        if not self._proposes(k):
-            return 0
+        """Number of rows in each of these passes."""
+        if not self._writes_scratch(k):
+            return 1 if self.proposing is Proposing.HEADS and k > 0 else 0
         return 1 if self.proposing is Proposing.CHAIN else max(k + 1, self.block_rows)
 
     def draft_rows(self, k: int) -> int:
-        """Rows that proposing k adds to a step; they count against the token budget."""
+        """Number of rows that proposing k adds to a step; they count against the token budget."""
         return self.passes(k) * self.query_len(k)
 
     def scratch_ahead(self, k: int) -> int:
-        """Slots at and past v that must be reserved to propose k."""
-        if not self._proposes(k):
+        """Number of slots at and past v that must be reserved to propose k."""
+        if not self._writes_scratch(k):
             return 0
         return max(k + self.scratch_extra, self.block_rows)
 
     def slots_written(self, k: int) -> int:
-        """Slots at and past v that proposing k writes, the durable lead included; a block may end at the limit."""
-        if not self._proposes(k):
+        """Number of slots at and past v that proposing k writes, the durable lead included."""
+        if not self._writes_scratch(k):
             return 0
         if self.proposing is Proposing.BLOCK:
             return max(k + 1, self.block_rows)
         return self.durable_lead + k - 1
 
     def scratch(self, v: int, k: int) -> Interval:
-        """The scratch slots that proposing k from v writes."""
-        if not self._proposes(k):
+        """Returns the scratch slots that proposing k from v writes."""
+        if not self._writes_scratch(k):
             return Interval(v, v)
         end = v + self.slots_written(k)
         if self.proposing is not Proposing.BLOCK:
             return Interval(self.durable_end(v), end)
         if self.max_len is not None:
-            # Only rows that are there for company may be missing: a draft too many is not hidden here.
+            # Only rows that pad the block may be cut off: a draft too many is not hidden here.
             end = max(v + k + 1, min(end, self.max_len))
         return Interval(v, end)
 
     def durable_end(self, v: int) -> int:
-        """Where its durable slots end after a step that ends at v; past its limit it stores nothing."""
+        """Returns where the durable slots end after a step that ends at v, at most at the drafter's limit."""
         end = v + self.durable_lead
         return end if self.max_len is None or end <= self.max_len else self.max_len
 
     def backlog(self, *, durable_end: int, v: int) -> int:
-        """Positions below v that the drafter could store but was not fed."""
+        """Number of positions below v that the drafter could store but was not fed."""
         return max(0, (v if self.max_len is None else min(v, self.max_len)) - durable_end)
 
     def publishes_above(self, low: int) -> bool:
-        """May pages be published of a group that starts at `low`?
+        """Whether pages of a draft group that starts at `low` may be published.
 
         A drafter that reads its own KV while it is fed writes something else above a gap than the keys say.
         """
         return low == 0 or self.rebuild or not self.feed_reads_kv
 
     def reserve_end(self, *, v: int, k: int) -> int:
-        """Where the reservation of a step ends that ends at v and proposes k."""
+        """Returns the end of the reservation of a step that ends at v and proposes k."""
         if not self.groups:
             return 0
         end = v + max(self.durable_lead, self.scratch_ahead(k))
         return end if self.max_len is None or end <= self.max_len else self.max_len
 
     def fed_from(self, *, durable_end: int, accepted: int, proposed: int) -> int:
-        """First slot that feeding must write, given where durability ended before this step.
+        """Returns the first slot that feeding must write, given where durability ended before this step.
 
         A chain that keeps accepted drafts consumed all of its drafts but the last. When all are accepted
         that last slot is missing, and this is the only place that has to know it.
@@ -264,12 +265,12 @@ class KVFootprint:
         return durable_end + min(accepted, max(0, proposed - 1))
 
     def feed(self, *, durable_end: int, v: int, accepted: int, proposed: int) -> Interval:
-        """Durable slots to write in a step that ends at v. Runs at every step, whatever k is."""
+        """Returns the durable slots to write in a step that ends at v. Feeding runs at every step, whatever k is."""
         start = self.fed_from(durable_end=durable_end, accepted=accepted, proposed=proposed)
         return Interval(start, self.durable_end(v))
 
     def fit(self, *, k: int, v: int, max_model_len: int, remaining_tokens: int) -> int:
-        """The largest number of drafts, at most k, that may be proposed from v.
+        """Returns the largest number of drafts, at most k, that may be proposed from v.
 
         Scratch must lie below the drafter's limit, the verified row of the last draft and the rows of a block below
         the model's, and one token of the remaining ones always comes from the target.

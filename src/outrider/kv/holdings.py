@@ -1,7 +1,7 @@
-"""Which sequence holds which pages: the moves that the manager's rules are made of.
+"""The moves that the manager's rules are made of: acquiring, sharing, copying and releasing pages of sequences.
 
-Every move keeps three things in step: the ledger, the references in the pool, and what the next plan must
-tell the runner. Nothing here decides anything.
+Every move keeps three records consistent: the ledger, the references in the pool, and what the next plan must
+tell the runner. Decisions are made elsewhere.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from outrider.errors import OutOfPages
-from outrider.kv.admission import Seating
+from outrider.kv.admission import GroupAllocation
 from outrider.kv.intervals import Interval, page_count
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
 from outrider.kv.loading import run_start
 from outrider.kv.observer import KVObserver
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.plan import KVPlan, PageAssignment, PageCopy
 from outrider.kv.pool import PagePool
 
 NEVER = 1 << 62
 
 GroupSizes = list[tuple[int, int]]
-"""(group, page_tokens), so that loops over groups look nothing up."""
+"""(group, page_tokens) pairs, so that loops over groups look nothing up."""
 
 
 class Holdings:
@@ -35,41 +35,40 @@ class Holdings:
         self._observer = observer
         self._assignments: list[PageAssignment] = []
         self._copies: list[PageCopy] = []
-        self._copy_sources: list[tuple[int, int]] = []
-        """(group, page): held until the step that copies completes."""
+        """Copies for the next plan. Each source page is held until the step that copies completes."""
         self._copying: list[SequenceKV] = []
         """Sequences with a copy that no plan has taken yet."""
         self._forgotten: list[str] = []
 
     def groups(self, sequence: SequenceKV) -> GroupSizes:
-        """The groups that the sequence has."""
+        """Returns the groups in which the sequence holds pages."""
         return self._both if sequence.drafting else self.target
 
-    # ---- taking ------------------------------------------------------------------------------------
+    # ---- acquiring ---------------------------------------------------------------------------------
 
-    def hold(self, seats: list[Seating]) -> None:
-        """Hold what the search found, before anything is taken: taking may evict it."""
-        for seat in seats:
-            self.pool.retain(seat.view.group, seat.placement.shared)
-            for _, source, _ in seat.placement.copied:
-                self.pool.retain_source(seat.view.group, source)
+    def hold(self, allocations: list[GroupAllocation]) -> None:
+        """Hold what the search found before fresh pages are acquired, which may evict it."""
+        for allocation in allocations:
+            self.pool.retain(allocation.view.group, allocation.placement.shared)
+            for _, source, _ in allocation.placement.copied:
+                self.pool.retain_source(allocation.view.group, source)
 
-    def let_go(self, seats: list[Seating]) -> None:
-        """Undo hold()."""
-        for seat in seats:
-            self.pool.release(seat.view.group, seat.placement.shared[::-1])
-            for _, source, _ in seat.placement.copied:
-                self.pool.release_source(seat.view.group, source)
+    def let_go(self, allocations: list[GroupAllocation]) -> None:
+        """Release what hold() took."""
+        for allocation in allocations:
+            self.pool.release(allocation.view.group, allocation.placement.shared[::-1])
+            for _, source, _ in allocation.placement.copied:
+                self.pool.release_source(allocation.view.group, source)
 
-    def require(self, seats: list[Seating]) -> None:
-        """Raise OutOfPages unless every fresh page that the seats ask for can be had."""
-        self.pool.require([(seat.view.group, seat.num_fresh) for seat in seats])
+    def require(self, allocations: list[GroupAllocation]) -> None:
+        """Raise OutOfPages unless there are enough fresh pages for all allocations."""
+        self.pool.require([(allocation.view.group, allocation.num_fresh) for allocation in allocations])
 
-    def fill(self, sequence: SequenceKV, seat: Seating) -> None:
-        """Put pages in place; fresh ones were required before."""
-        g, size, placement = seat.view.group, seat.view.page_tokens, seat.placement
+    def fill(self, sequence: SequenceKV, allocation: GroupAllocation) -> None:
+        """Put the pages of an allocation in place; fresh ones were required before."""
+        g, size, placement = allocation.view.group, allocation.view.page_tokens, allocation.placement
         first = placement.first_page
-        spare = self.pool.acquire(g, seat.num_fresh)
+        spare = self.pool.acquire(g, allocation.num_fresh)
         if placement.loads:
             filled = [page if page is not None else spare.pop() for page in placement.pages] + spare
         else:
@@ -84,12 +83,12 @@ class Holdings:
             self.copy_later(sequence, g, source, filled[number - first], 0, slots)
         for load in placement.loads:
             sequence.loads[load] = LoadState.PENDING
-        if not seat.pull.empty:
-            sequence.loads[Load(g, seat.pull, None)] = LoadState.PENDING
+        if not allocation.pull.empty:
+            sequence.loads[Load(g, allocation.pull, None)] = LoadState.PENDING
         sequence.groups[g].place(first, filled, low=placement.low, published=placement.published)
 
     def missing(self, sequence: SequenceKV, groups: GroupSizes, end: int) -> list[tuple[int, int]]:
-        """(group, pages) that are not held yet up to `end`."""
+        """Returns (group, number of pages) that are not held yet up to `end`."""
         missing = []
         for g, size in groups:
             count = -(-end // size) - len(sequence.groups[g].pages)
@@ -98,7 +97,7 @@ class Holdings:
         return missing
 
     def could_hold(self, sequence: SequenceKV, target_pages: Sequence[int]) -> bool:
-        """Are as many pages as that to be had for each target group, counting those it holds?"""
+        """Whether each target group could hold this many pages, counting those it holds."""
         wanted = [(g, max(0, pages - sequence.groups[g].num_held)) for g, pages in enumerate(target_pages)]
         try:
             self.pool.require(wanted)
@@ -116,7 +115,7 @@ class Holdings:
             state.pages += pages
         self.measure_room(sequence)
 
-    def share(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
+    def share_pages(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
         """Give the child the parent's slots below `end`: whole pages by reference, the last one by copy."""
         held_from = {g: parent.groups[g].held_from(size) for g, size in groups}
         partial = [g for g, size in groups if end % size and held_from[g] < end]
@@ -137,50 +136,44 @@ class Holdings:
             published = max(state.first_page, min(whole, state.published), page_count(low, size))
             child.groups[g].place(state.first_page, pages, low=low, published=published)
 
-    def own_page(self, sequence: SequenceKV, g: int, size: int, end: int) -> None:
-        """Make the page that position `end` lies in the sequence's own, if others read it."""
+    def is_read_elsewhere(self, sequence: SequenceKV, g: int, number: int) -> bool:
+        """Whether a page that the sequence holds is published, or held by another sequence too."""
         state, arena = sequence.groups[g], self.pool.arena(g)
-        number = end // size
-        if end % size == 0 or not state.first_page <= number < len(state.pages):
-            return
+        if not state.first_page <= number < len(state.pages):
+            return False
         page = state.pages[number]
-        if arena.refs[page] == 1 and not arena.published[page]:
-            return
-        (fresh,) = self.pool.acquire(g, 1)
-        self.pool.retain_source(g, page)
-        start = number * size
-        self.copy_later(sequence, g, page, fresh, max(0, state.low - start), end - start)
-        state.pages[number] = fresh
-        self.pool.release(g, [page])
-        self.assign(sequence, g, number)
+        return arena.refs[page] > 1 or bool(arena.published[page])
 
     def copy_later(self, sequence: SequenceKV, g: int, source: int, destination: int, first: int, stop: int) -> None:
-        """The next plan copies; the source, which the caller holds, is let go when that step completes."""
+        """Copy in the next plan; the source, which the caller holds, is released when that step completes."""
         self._copies.append(PageCopy(g, source, destination, first, stop))
-        self._copy_sources.append((g, source))
         sequence.copy_step = NEVER
         self._copying.append(sequence)
 
-    # ---- giving back -------------------------------------------------------------------------------
+    # ---- releasing ---------------------------------------------------------------------------------
 
     def give_back(self, g: int, pages: Sequence[int]) -> None:
-        """Let go of pages of one group; those nearest the end are evicted first."""
+        """Release pages of one group; those nearest the end are evicted first."""
         held = list(pages[::-1])
-        if SINK in held:
-            held = [page for page in held if page != SINK]
+        if NULL_PAGE in held:
+            held = [page for page in held if page != NULL_PAGE]
         self._cancel_copies(g, held)
         self.pool.release(g, held)
 
     def _cancel_copies(self, g: int, pages: Sequence[int]) -> None:
-        """A copy that no plan has taken must not land in a page that is somebody else's by then."""
+        """Drop copies into these pages that no plan has taken, and let go of their sources: another sequence may hold
+        the pages by the time the copies would run."""
         if self._copies and pages:
             arena_of, arena, gone = self.layout.arena_of, self.layout.arena_of[g], set(pages)
-            self._copies = [
-                copy for copy in self._copies if arena_of[copy.group] != arena or copy.destination not in gone
-            ]
+            copies, self._copies = self._copies, []
+            for copy in copies:
+                if arena_of[copy.group] == arena and copy.destination in gone:
+                    self.pool.release_source(copy.group, copy.source)
+                else:
+                    self._copies.append(copy)
 
     def cut(self, sequence: SequenceKV, g: int, size: int, end: int) -> None:
-        """Hold nothing past the page of position end - 1."""
+        """Release the pages past position end - 1."""
         state = sequence.groups[g]
         keep = max(page_count(end, size), state.first_page)
         if keep < len(state.pages):
@@ -188,16 +181,16 @@ class Holdings:
             del state.pages[keep:]
 
     def free_front(self, g: int, state: GroupPages, stop: int) -> None:
-        """Hold nothing before page number `stop`."""
+        """Release the pages before page number `stop`."""
         stop = min(stop, len(state.pages))
         if stop > state.first_page:
             freed = state.pages[state.first_page : stop]
-            state.pages[state.first_page : stop] = [SINK] * len(freed)
+            state.pages[state.first_page : stop] = [NULL_PAGE] * len(freed)
             state.first_page = stop
             self.give_back(g, freed)
 
     def keep_run(self, sequence: SequenceKV, g: int, size: int, parts: Sequence[Interval], end: int) -> None:
-        """Of the parts that are held keep the run that stops at `end`, if there is one."""
+        """Keep the run of held parts that stops at `end`, if there is one, and release the rest."""
         state, low = sequence.groups[g], run_start(parts, end)
         if low < end:
             self.cut(sequence, g, size, end)
@@ -208,25 +201,25 @@ class Holdings:
             state.place(end // size, (), low=end, published=page_count(end, size))
 
     def set_aside(self, sequence: SequenceKV, load: Load) -> list[int]:
-        """Quarantine the pages that a lost transfer may still write to."""
+        """Quarantine the pages that a lost transfer may still write to, and return them."""
         state, size = sequence.groups[load.group], self.layout.groups[load.group].page_tokens
         first, stop = load.interval.start // size, page_count(load.interval.end, size)
         # Two loads may write to one page; the first one sets it aside.
-        numbers = [number for number in range(first, stop) if state.pages[number] != SINK]
+        numbers = [number for number in range(first, stop) if state.pages[number] != NULL_PAGE]
         pages = [state.pages[number] for number in numbers]
         self._cancel_copies(load.group, pages)
         self.pool.quarantine(load.group, pages)
         for number in numbers:
-            state.pages[number] = SINK
+            state.pages[number] = NULL_PAGE
         return pages
 
     def set_pending_aside(self, sequence: SequenceKV) -> list[tuple[int, list[int]]]:
-        """(group, pages) of every load that has not ended."""
+        """Quarantine the pages of every load that has not ended, and return them as (group, pages)."""
         pending = [load for load, state in sequence.loads.items() if state is LoadState.PENDING]
         return [(load.group, self.set_aside(sequence, load)) for load in pending]
 
     def return_all(self, sequence: SequenceKV) -> None:
-        """The sequence holds nothing any more."""
+        """Release everything that the sequence holds."""
         for g, state in enumerate(sequence.groups):
             self.give_back(g, state.held())
         sequence.reset(len(self.layout.groups))
@@ -240,7 +233,7 @@ class Holdings:
     # ---- what follows from it ----------------------------------------------------------------------
 
     def measure_room(self, sequence: SequenceKV) -> None:
-        """How far each owner's pages reach, and the last v at which a page is surplus."""
+        """Work out how far each owner's pages reach, and the last v at which a page is surplus."""
         groups, room, surplus = sequence.groups, NEVER, -1
         headroom = sequence.target_headroom
         for g, size in self.target:
@@ -259,22 +252,18 @@ class Holdings:
                 surplus = end - size - headroom
         sequence.draft_room, sequence.surplus_until = room, surplus
 
-    def assign(self, sequence: SequenceKV, g: int, first_page: int = 0) -> None:
-        """Tell the runner about the table of one group from a page number on."""
-        state = sequence.groups[g]
-        pages = tuple(state.pages[first_page:])
-        self._assignments.append(PageAssignment(sequence.id, g, first_page, pages, state.low))
-
     def assign_all(self, sequence: SequenceKV) -> None:
+        """Tell the runner the whole table of every group that the sequence has."""
         for g, _size in self.groups(sequence):
-            self.assign(sequence, g)
+            state = sequence.groups[g]
+            self._assignments.append(PageAssignment(sequence.id, g, 0, tuple(state.pages), state.low))
 
     def copies_outstanding(self, sequence: SequenceKV) -> bool:
-        """Does a page of the sequence still wait for its copy? Until then nothing of it may be published."""
+        """Whether a page of the sequence still waits for its copy; until then none of its pages may be published."""
         return sequence.copy_step > self.pool.last_completed
 
     def take_plan(self, step: int) -> KVPlan:
-        """Everything that changed since the last plan; from now on `step` is in flight."""
+        """Returns everything that changed since the last plan; from now on `step` is in flight."""
         plan = KVPlan(
             step=step,
             assignments=tuple(self._assignments),
@@ -282,26 +271,25 @@ class Holdings:
             forgotten=tuple(self._forgotten),
         )
         self.pool.begin(step)
-        for g, page in self._copy_sources:
-            self.pool.release_source(g, page)  # deferred: this very step still reads it
+        for copy in self._copies:
+            self.pool.release_source(copy.group, copy.source)  # deferred: this very step still reads it
         for sequence in self._copying:
             if sequence.copy_step == NEVER:
                 sequence.copy_step = step
-        self._assignments, self._copies, self._copy_sources = [], [], []
-        self._copying, self._forgotten = [], []
+        self._assignments, self._copies, self._copying, self._forgotten = [], [], [], []
         return plan
 
     def tell_again(self, plan: KVPlan) -> None:
-        """A plan that may not have been carried out: the next one forgets what it was to forget."""
+        """Repeat in the next plan what this one, which may not have been carried out, was to forget."""
         self._forgotten[:0] = plan.forgotten
 
     def start_over(self, sequences: dict[str, SequenceKV], kept: Collection[str]) -> None:
         """A move was interrupted half-way. No sequence holds anything, the runner's tables go, some sequences stay."""
-        self._assignments, self._copies, self._copy_sources, self._copying = [], [], [], []
+        self._assignments, self._copies, self._copying = [], [], []
         self._forgotten += sequences
         for sequence in list(sequences.values()):
             sequence.reset(len(self.layout.groups))
-            sequence.chain.truncate(0)
+            sequence.chain.forget()
             if self._observer:
                 self._observer.ended(sequence)
             if sequence.id not in kept:
@@ -309,7 +297,7 @@ class Holdings:
         self.pool.start_over()
 
     def count_references(self, sequences: Sequence[SequenceKV]) -> list[list[int]]:
-        """Per arena and page: how many holders the ledger knows of."""
+        """Returns the number of holders that the ledger knows of, per arena and page."""
         refs = [[0] * arena.num_pages for arena in self.pool.arenas]
         for sequence in sequences:
             for g, state in enumerate(sequence.groups):
@@ -317,14 +305,14 @@ class Holdings:
                     refs[self.layout.arena_of[g]][page] += 1
         for arena_index, page in self.pool.pending():
             refs[arena_index][page] += 1
-        for g, page in self._copy_sources:
-            refs[self.layout.arena_of[g]][page] += 1
+        for copy in self._copies:
+            refs[self.layout.arena_of[copy.group]][copy.source] += 1
         for counted in refs:
-            counted[SINK] = 1
+            counted[NULL_PAGE] = 1
         return refs
 
     def check_integrity(self, sequences: Sequence[SequenceKV]) -> None:
-        """Arenas and ledger agree about every reference."""
+        """Assert that arenas and ledger agree about every reference."""
         for arena, counted in zip(self.pool.arenas, self.count_references(sequences), strict=True):
             arena.check_integrity()
             assert counted == arena.refs, f"arena {arena.index}: ledger and reference counts disagree"

@@ -44,7 +44,7 @@ def intersect(left: Interval, right: Interval) -> Interval:
 
 
 def union(parts: Iterable[Interval]) -> list[Interval]:
-    """The same positions as runs that neither touch nor overlap, in order."""
+    """Returns the positions of `parts` as runs that neither touch nor overlap, in order."""
     runs: list[Interval] = []
     for part in sorted(part for part in parts if not part.empty):
         if runs and part.start <= runs[-1].end:
@@ -55,7 +55,7 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(whole: Interval, parts: Iterable[Interval]) -> tuple[Interval, ...]:
-    """What is left of `whole` without `parts`, in order."""
+    """Returns what is left of `whole` without `parts`, in order."""
     rest, start = [], whole.start
     for part in union(parts):
         if start < part.start and start < whole.end:
@@ -67,19 +67,19 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> tuple[Interval, ...]
 
 
 def covered(whole: Interval, parts: Iterable[Interval]) -> bool:
-    """True when the union of `parts` holds every position of `whole`."""
+    """Whether the union of `parts` holds every position of `whole`."""
     return not subtract(whole, parts)
 
 
 def pages_under(interval: Interval, page_tokens: int) -> range:
-    """Indices of the pages that the interval touches."""
+    """Returns the numbers of the pages that the interval touches."""
     if interval.empty:
         return range(0)
     return range(interval.start // page_tokens, (interval.end - 1) // page_tokens + 1)
 
 
 def page_count(end: int, page_tokens: int) -> int:
-    """How many pages hold positions [0, end)."""
+    """Returns the number of pages that hold positions [0, end)."""
     return -(-end // page_tokens)
 
 

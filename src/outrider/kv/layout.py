@@ -6,41 +6,38 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 from outrider.errors import ConfigError
-from outrider.kv.checked import checked_fields, text, true_or_false, tuple_of, whole_number
+from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec, KVFootprint
 from outrider.kv.prefix import CacheIdentity, group_tag
 from outrider.kv.retention import DENSE, Retention
 
 MOST_GROUPS = 254
-"""A page's group is kept in one byte."""
+"""Most groups that a layout may have: a page's group is stored in one byte."""
 
 
 @checked_fields()
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Target groups first, then the drafter's; a group's number is its place in `groups`."""
+    """The KV groups of an engine: the target's first, then the drafter's. A group's number is its place in `groups`."""
 
     target: tuple[GroupSpec, ...]
     footprint: KVFootprint = NO_DRAFTER
     groups: tuple[GroupSpec, ...] = field(init=False)
     num_target: int = field(init=False)
     reach: tuple[int, ...] = field(init=False)
-    """Per group: how many later tokens a slot depends on."""
+    """Number of later tokens that a slot depends on, per group."""
     arena_page_bytes: tuple[int, ...] = field(init=False)
     arena_of: tuple[int, ...] = field(init=False)
     grain: int = field(init=False)
     alignment: int = field(init=False)
-    """A hit that every target group retains for ends at a multiple of this."""
+    """Least common multiple of the target's page sizes; the boundaries for which pages are kept are multiples of it."""
     margin: int = field(init=False)
-    """Extra positions retained below a boundary: one because a fully cached prompt recomputes its last
-    token, and the reach because tap rows run again before that. It does not depend on whether a drafter
-    is on (at least 1 is assumed), so that a drafter can never change what the target hits."""
+    """Positions retained below a boundary in addition to the window: one because a fully cached prompt recomputes its
+    last token, and the reach because tap rows run again before that. It does not depend on whether there is a
+    drafter (at least 1 is assumed), so that a drafter can never change what the target hits."""
     tags: tuple[bytes, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        tuple_of(self.target, GroupSpec, "target")
-        if not isinstance(self.footprint, KVFootprint):
-            raise ConfigError(f"footprint must be a KVFootprint, got {self.footprint!r}; NO_DRAFTER is one")
         if not self.target:
             raise ConfigError("a layout needs at least one target group")
         groups = self.target + self.footprint.groups
@@ -83,36 +80,26 @@ class KVConfig:
     """How much memory there is, and how the cache is used."""
 
     arena_pages: tuple[int, ...]
-    """Pages of each arena, the sink included, in the order of KVLayout.arena_page_bytes."""
+    """Pages of each arena, the null page included, in the order of KVLayout.arena_page_bytes."""
     identity: CacheIdentity = field(default_factory=CacheIdentity)
     prefix_caching: bool = True
     retention: Retention = DENSE
-    """Which cached pages of groups with a window are kept."""
+    """Policy for which cached pages of groups with a window are kept."""
     max_model_len: int = 1 << 20
     step_tokens: int = 2048
-    """Most positions one sequence advances in one step."""
+    """Most positions that one sequence advances in one step."""
     keep_margin: int = 0
     """Positions kept behind a window beyond what this worker reads: a prefill worker keeps the layout's margin
     for the peer that will fetch it."""
     steps_ahead: int = 1
-    """1 when every verdict is known before the next plan, 2 with one step in flight."""
+    """Steps that may be planned at once: 1 if every verdict is known before the next plan, 2 with one in flight."""
 
     def __post_init__(self) -> None:
-        tuple_of(self.arena_pages, int, "arena_pages, the pages of each arena,")
-        if not isinstance(self.identity, CacheIdentity):
-            raise ConfigError(f"identity must be a CacheIdentity, got {self.identity!r}")
-        for name in ("weights", "dtype", "layout"):
-            text(getattr(self.identity, name), f"identity: {name}")
-        whole_number(self.identity.tensor_parallel_size, "identity: tensor_parallel_size", at_least=1)
-        whole_number(self.identity.tensor_parallel_rank, "identity: tensor_parallel_rank", at_least=0)
-        true_or_false(self.prefix_caching, "prefix_caching")
-        if not isinstance(self.retention, Retention):
-            raise ConfigError(f"retention must be a Retention, got {self.retention!r}; Retention.of('tail') is one")
         for name in ("max_model_len", "step_tokens"):
             whole_number(getattr(self, name), name, at_least=1)
         for arena, pages in enumerate(self.arena_pages):
-            advice = "one of them is the sink: raise the memory"
+            advice = "one of them is the null page: raise the memory"
             whole_number(pages, f"pages of arena {arena}", at_least=2, advice=advice)
         whole_number(self.keep_margin, "keep_margin", at_least=0)
-        if self.steps_ahead not in (1, 2) or isinstance(self.steps_ahead, bool):
+        if self.steps_ahead not in (1, 2):
             raise ConfigError(f"steps_ahead must be 1 or 2, got {self.steps_ahead}")

@@ -1,11 +1,12 @@
-"""What each sequence holds: the only record of which slot is whose. Only KVManager changes it.
+"""What each sequence holds: the only record of which slot belongs to which sequence. Only the manager and its parts
+(holdings, progress) change it.
 
 For one group of one sequence, as interval sets, always
 
     published  ⊆  durable = [low, durable end)  ⊆  written  ⊆  reserved = pages held
 
     page number      0      1      2      3      4
-    pages         [ sink | sink |  17  |  4   |  9   ]     page 0 and 1 left the window, or were never here
+    pages         [ null | null |  17  |  4   |  9   ]     pages 0 and 1 left the window, or were never held
     first_page                    ^2
     low                           ^ first position that is valid
 """
@@ -19,13 +20,13 @@ from enum import Enum
 from typing import NamedTuple
 
 from outrider.kv.intervals import Interval
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.prefix import Chain
 from outrider.kv.retention import Marks
 
 
 class Load(NamedTuple):
-    """Slots that have to arrive from elsewhere before a sequence may run."""
+    """Slots that have to arrive from a tier or a peer before a sequence may run."""
 
     group: int
     interval: Interval
@@ -69,18 +70,18 @@ class Loads(MutableMapping[Load, LoadState]):
 
 
 class GroupPages:
-    """One group of one sequence."""
+    """The pages that one sequence holds in one group."""
 
     __slots__ = ("first_page", "low", "pages", "published")
 
     def __init__(self) -> None:
         self.pages: list[int] = []
         self.first_page = 0
-        """Pages before it are not held; their entries name the sink."""
+        """Number of the first page that is held; entries before it name the null page."""
         self.low = 0
-        """Slots below it are not valid, even in a page that is held."""
+        """First valid position; slots below it are not valid, even in a page that is held."""
         self.published = 0
-        """Pages before it have been offered to the index, or never will be."""
+        """Pages before this number were published if they were worth keeping, or never will be."""
 
     def held(self) -> list[int]:
         return self.pages[self.first_page :]
@@ -90,11 +91,11 @@ class GroupPages:
         return len(self.pages) - self.first_page
 
     def held_from(self, page_tokens: int) -> int:
-        """The first position that is both held and valid."""
+        """Returns the first position that is both held and valid."""
         return max(self.low, self.first_page * page_tokens)
 
     def place(self, first_page: int, pages: Items[int], *, low: int, published: int) -> None:
-        self.pages = [SINK] * first_page
+        self.pages = [NULL_PAGE] * first_page
         self.pages.extend(pages)
         self.first_page = first_page
         self.low = low
@@ -134,45 +135,45 @@ class SequenceKV:
         self.namespace = namespace
         """(adapter, salt): sequences of another namespace never share anything with this one."""
         self.tokens = tokens
-        """Shared with whoever appends to it; positions up to and including `committed` are known."""
+        """Tokens of the sequence, which the scheduler appends to; those up to and including `committed` are known."""
         self.chain = chain
         self.skip_tiers = False
-        """A tier failed it once: from then on it takes only what the device holds."""
+        """Whether a load from a tier has failed; the sequence then takes only what the device holds."""
         self.target_headroom = 0
-        """Slots past v that the next step may ask for; what a commit leaves reserved."""
+        """Slots past v that the next step may ask for, so that a commit leaves them reserved."""
         self.headrooms = (0, 0)
-        """What that is without drafts to verify, and with them. A sequence that gives its draft groups up has
-        pages left over, which its next commit gives back."""
+        """target_headroom without drafts to verify, and with them. A sequence that loses its draft groups has pages
+        left over, which its next commit gives back."""
         self.draft_headroom = 0
         self.reset(num_groups)
 
     def reset(self, num_groups: int) -> None:
-        """Holds nothing, as before admission."""
+        """Forget everything that is held, as before admission."""
         self.admitted = False
         self.committed = 0
-        """c: the target is durable on [low, committed) in every group."""
+        """The end c of the target's durable slots, which are [low, committed) in every target group."""
         self.copy_step = -1
-        """The step that copies pages for this sequence."""
+        """The step that copies pages for this sequence; -1 if there was none."""
         self.hit = 0
         self.drafting = False
-        """False once the draft groups were dropped, or if there are none."""
+        """Whether the sequence holds draft groups: there are some, and they were not dropped."""
         self.draft_end = 0
         """Draft groups are durable on [low, draft_end)."""
         self.groups = [GroupPages() for _ in range(num_groups)]
         self.loads = Loads()
         self.load_end = 0
         self.marks: Marks = ()
-        """Boundaries that a hit of another sequence is to find, beside those of the policy."""
+        """Boundaries to keep for other sequences' hits, besides those of the policy."""
         # Bounds that let the common step touch nothing but two integers.
         self.target_room = 0
         self.draft_room = 0
         self.surplus_until = -1
-        """At a committed end up to this one, a page is held that the next step cannot reach."""
+        """The last committed end at which a page is held that the next step cannot reach."""
         self.next_event = 0
-        """Committing this position or a later one completes a page or frees one."""
+        """The first committed end that completes a page or frees one."""
 
     def pending_groups(self) -> set[int]:
-        """Groups that still wait for a load."""
+        """Returns the groups that still wait for a load."""
         return {load.group for load, state in self.loads.items() if state is LoadState.PENDING}
 
     @property

@@ -11,12 +11,12 @@ from outrider.kv.ledger import Load, LoadState
 
 
 def wanted(kind: GroupKind, *, end: int, margin: int, held: Interval, offered: Interval) -> Interval | None:
-    """What a peer must send so that work may go on at `end`: the need minus what is held, as far as offered.
+    """Returns what a peer must send so that work may go on at `end`: the need minus what is held, as far as offered.
 
         full      held [0 ------ h)            wanted           [h ----- end)
         sliding   held    [-- h)               wanted                 [------ end)
 
-    The margin is taken where it is offered. None if the offer does not cover what is needed without it.
+    The margin is taken where it is offered. Returns None if the offer does not cover what is needed without it.
     """
     needed = kind.needed(end, margin)
     if held.covers(kind.needed(end)):
@@ -27,7 +27,7 @@ def wanted(kind: GroupKind, *, end: int, margin: int, held: Interval, offered: I
 
 
 def loaded_parts(loads: Mapping[Load, LoadState], group: int, cached: Interval) -> list[Interval]:
-    """What is held of a group once its loads have ended: the hit without failed pages, and what arrived."""
+    """Returns what is held of a group once its loads have ended: the hit without failed pages, and what arrived."""
     mine = [(load.interval, state) for load, state in loads.items() if load.group == group]
     failed = [interval for interval, state in mine if state is LoadState.FAILED]
     arrived = [interval for interval, state in mine if state is LoadState.ARRIVED]
@@ -35,7 +35,7 @@ def loaded_parts(loads: Mapping[Load, LoadState], group: int, cached: Interval) 
 
 
 def first_failure(loads: Mapping[Load, LoadState], groups: Iterable[int], otherwise: int) -> int:
-    """The first position that did not arrive in any of the groups."""
+    """Returns the first position that failed to arrive in any of the groups."""
     wanted_groups = set(groups)
     return min(
         (
@@ -48,9 +48,9 @@ def first_failure(loads: Mapping[Load, LoadState], groups: Iterable[int], otherw
 
 
 def longest_held(kinds: Sequence[GroupKind], held: Sequence[Sequence[Interval]], limit: int) -> int:
-    """The largest end <= limit at which every group holds what it needs.
+    """Returns the largest end <= limit at which every group holds what it needs.
 
-    Each group can only lower the end, so going round until nobody does finds the largest common one.
+    Each group can only lower the end, so repeating until none does finds the largest common one.
     """
     runs = [union(parts) for parts in held]
     end, lowered = limit, True
@@ -63,7 +63,7 @@ def longest_held(kinds: Sequence[GroupKind], held: Sequence[Sequence[Interval]],
 
 
 def _longest_in_runs(kind: GroupKind, runs: Sequence[Interval], end: int) -> int:
-    """The largest end, at most this one, whose needs lie in the runs.
+    """Returns the largest end, at most this one, whose needs lie in the runs.
 
     runs        [ r0 )     [ r1      )
     end                         ^ needs more than r1 has: so does every end in r1, whose needs start no later
@@ -89,7 +89,7 @@ def _longest_in_runs(kind: GroupKind, runs: Sequence[Interval], end: int) -> int
 
 
 def run_start(parts: Iterable[Interval], end: int) -> int:
-    """Where the run of held positions that ends at `end` starts."""
+    """Returns the start of the run of held positions that ends at `end`."""
     runs = union(parts)
     place = bisect_left(runs, end, key=lambda run: run.start) - 1
     return runs[place].start if place >= 0 and end <= runs[place].end else end

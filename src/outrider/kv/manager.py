@@ -1,4 +1,4 @@
-"""The KV manager: the one place that changes who holds which slot.
+"""The KV manager: the rules by which sequences come to hold slots and lose them. `holdings` carries the moves out.
 
 Life of a sequence:
 
@@ -24,9 +24,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from outrider.errors import OutOfPages, RequestError
-from outrider.kv.admission import Offered, Seating, find_hit, seat_draft, seat_target, shared_end
+from outrider.kv.admission import GroupAllocation, Offered, allocate_draft, allocate_target, find_hit, shared_end
 from outrider.kv.holdings import NEVER, GroupSizes, Holdings
-from outrider.kv.intervals import Interval, page_count
+from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
 from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_start
@@ -43,7 +43,7 @@ ROOTS_MAX = 1024
 
 
 class Admission(NamedTuple):
-    """What a sequence starts with."""
+    """What an admitted sequence starts with: its hit, and the loads it waits for."""
 
     hit: int
     loads: tuple[Load, ...]
@@ -73,9 +73,9 @@ class KVManager:
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
         self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
-        self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
-        """Some group frees pages before its sequence ends, so that ends have to be marked if they are to be kept."""
-        # Clients may choose salts: what they make up must not stay for ever.
+        self._slides = any(spec.kind.slides for spec in layout.groups)
+        """Whether some group frees pages before its sequence ends, so that ends have to be marked to be kept."""
+        # Clients choose salts, so the number of roots is bounded.
         self._root = lru_cache(ROOTS_MAX)(config.identity.root)
         self._known_runs = KnownRuns()
 
@@ -87,15 +87,20 @@ class KVManager:
         tokens: array[int],
         *,
         total_tokens: int,
+        label: str | None = None,
         k: int = 0,
         adapter: str = "",
         salt: str = "",
         media: tuple[Media, ...] = (),
     ) -> SequenceKV:
-        """Enter a sequence that will grow to at most total_tokens. It holds nothing until admitted."""
+        """Enter a sequence that will grow to at most total_tokens. It holds nothing until admitted.
+
+        `label` is what an error calls the sequence's request, where that is not `id`.
+        """
+        label = id if label is None else label
         if id in self.sequences:
-            raise RequestError(f"request id {id!r} is in use; choose another")
-        self._sizing.check(id, total_tokens, k)
+            raise RequestError(f"request id {label!r} is in use; choose another")
+        self._sizing.check(label, total_tokens, k)
         chain = Chain(self._root(adapter=adapter, salt=salt), self.layout.grain, media, self._known_runs)
         sequence = SequenceKV(id, tokens, chain, len(self.layout.groups), (adapter, salt))
         sequence.target_headroom = ahead = self.config.steps_ahead * (1 + k)
@@ -105,11 +110,11 @@ class KVManager:
         return sequence
 
     def draft_fits(self, total_tokens: int, k: int) -> bool:
-        """Could the sequence's draft groups be held beside its target groups, running alone?"""
+        """Whether a sequence of this length, running alone, could hold its draft groups beside its target groups."""
         return total_tokens <= self._sizing.longest(k, draft=True)
 
     def search(self, sequence: SequenceKV, limit: int, *, draft: bool) -> tuple[Hit, list[GroupView]]:
-        """The hit for this sequence on the cache as it is now. Changes nothing."""
+        """Returns the hit of this sequence on the cache as it is now, and the views it comes from. Changes nothing."""
         layout, chain, tokens = self.layout, sequence.chain, sequence.tokens
         chain.extend(tokens, len(tokens))
         tiers = () if sequence.skip_tiers else self.tiers
@@ -131,7 +136,7 @@ class KVManager:
 
         With `remote`, a peer holds those intervals per group. Pages for what is missing here are taken too, and
         the sequence starts at its last token once all has arrived. If the offer is too short for the target,
-        it is left alone and the prompt is computed here.
+        it is ignored and the prompt is computed here.
         """
         assert not sequence.admitted
         layout, holdings = self.layout, self.holdings
@@ -144,15 +149,15 @@ class KVManager:
         if self._slides:
             shared = shared_end(views[: layout.num_target], limit if use_cache else 0)
             sequence.marks = self.mask.marks(len(sequence.tokens), shared)
-        target, pulled = seat_target(views[: layout.num_target], hit, limit, layout.margin, remote)
+        target, pulled = allocate_target(views[: layout.num_target], hit, limit, layout.margin, remote)
         draft_end = self._footprint.durable_end(limit) - self._footprint.durable_lead
         offered = remote if pulled else None
-        drafts = seat_draft(views[layout.num_target :], hit, draft_end, layout.margin, offered)
+        drafts = allocate_draft(views[layout.num_target :], hit, draft_end, layout.margin, offered)
         holdings.hold(target)
         holdings.hold(drafts)
-        draft = self._make_seats(target, drafts) and draft
-        for seat in target:
-            holdings.fill(sequence, seat)
+        draft = self._require_target_pages(target, drafts) and draft
+        for allocation in target:
+            holdings.fill(sequence, allocation)
         sequence.hit = hit.end
         sequence.load_end = limit if pulled else hit.end
         sequence.target_headroom = sequence.headrooms[draft or not holdings.draft]
@@ -170,8 +175,8 @@ class KVManager:
         holdings.assign_all(sequence)
         return Admission(hit.end, tuple(sequence.loads))
 
-    def _make_seats(self, target: list[Seating], drafts: list[Seating]) -> bool:
-        """Make sure of the target's pages, at the drafter's expense if need be. False if that was needed."""
+    def _require_target_pages(self, target: list[GroupAllocation], drafts: list[GroupAllocation]) -> bool:
+        """Make sure of the target's pages; if they are short, give up the drafter's and return False."""
         try:
             self.holdings.require(target)
             return True
@@ -185,29 +190,31 @@ class KVManager:
         self.dropped_drafts += bool(drafts)
         return False
 
-    def _admit_draft(self, sequence: SequenceKV, hit: Hit, seats: list[Seating]) -> None:
-        """Draft groups take what lies next to the target's hit, or are dropped: they never delay it."""
+    def _admit_draft(self, sequence: SequenceKV, hit: Hit, allocations: list[GroupAllocation]) -> None:
+        """Fill the draft groups with what lies next to the target's hit, or drop them: they never delay it."""
         sequence.drafting = True
         sequence.draft_end = hit.draft[0].end
         try:
-            self.holdings.require(seats)
+            self.holdings.require(allocations)
         except OutOfPages:
-            self.holdings.let_go(seats)
+            self.holdings.let_go(allocations)
             self.drop_draft(sequence)
             return
-        for seat in seats:
-            self.holdings.fill(sequence, seat)
+        for allocation in allocations:
+            self.holdings.fill(sequence, allocation)
 
     def _start_at(self, sequence: SequenceKV, end: int) -> None:
-        """Work goes on at `end`; tap rows may go back by the reach."""
+        """Let work go on at `end`; tap rows of the first step may start earlier by the reach."""
         sequence.committed = end
         self.progress.advance(sequence, margin=self._footprint.token_reach)
         self.holdings.measure_room(sequence)
+        if self._observer:
+            self._observer.committed(sequence)
 
     # ---- loads -------------------------------------------------------------------------------------
 
     def import_interval(self, sequence: SequenceKV, load: Load) -> None:
-        """These slots have arrived and were confirmed. A second notice of the same load changes nothing."""
+        """Note that these slots have arrived and were confirmed. A second notice of the same load changes nothing."""
         if sequence.loads.get(load) is not LoadState.PENDING:
             return
         if self._observer:
@@ -215,19 +222,19 @@ class KVManager:
         sequence.loads[load] = LoadState.ARRIVED
 
     def fail_load(self, sequence: SequenceKV, load: Load) -> None:
-        """These slots will not arrive, and nothing writes to their pages any more."""
+        """Note that these slots will not arrive, and that nothing writes to their pages any more."""
         if sequence.loads.get(load) is LoadState.PENDING:
             sequence.loads[load] = LoadState.FAILED
             sequence.skip_tiers |= load.key is not None
 
     def may_finish_loading(self, sequence: SequenceKV) -> bool:
-        """Has every load ended, and every page copy run?"""
+        """Whether every load has ended and every page copy has run."""
         return not sequence.loading and not self.holdings.copies_outstanding(sequence)
 
     def finish_loading(self, sequence: SequenceKV) -> int:
-        """Every load has arrived or failed: start at the longest end whose needs are all here.
+        """Start the sequence, whose loads have all arrived or failed, at the longest end whose needs are held.
 
-        Draft groups never hold the target back: what did not arrive is rebuilt, or stays out below `low`.
+        Draft groups never hold the target back: slots that did not arrive are rebuilt, or stay invalid below `low`.
         """
         assert self.may_finish_loading(sequence)
         layout, loads = self.layout, sequence.loads
@@ -258,15 +265,25 @@ class KVManager:
         parts = self._loaded(sequence, groups, sequence.draft_end)
         reachable = min(end, footprint.durable_end(end))
         if footprint.rebuild:
-            sequence.draft_end = longest_held([self.layout.groups[g].kind for g in groups], parts, reachable)
+            sequence.draft_end = self._writable_end(sequence, parts, reachable)
         elif pulled or end != sequence.hit or not fed_by_taps:
             sequence.draft_end = reachable
         # Otherwise it stays where the hit left it, and tap rows feed the rest.
         for (g, size), held in zip(self.holdings.draft, parts, strict=True):
             self.holdings.keep_run(sequence, g, size, held, sequence.draft_end)
 
+    def _writable_end(self, sequence: SequenceKV, parts: Sequence[Sequence[Interval]], limit: int) -> int:
+        """Returns the longest end, at most `limit`, at which the draft groups hold what they need and from which they
+        can be fed: no group may have to write to a page there that other sequences or the index read."""
+        kinds = [self.layout.groups[g].kind for g in self.layout.draft_groups]
+        end = longest_held(kinds, parts, limit)
+        for g, size in self.holdings.draft:
+            if end % size and self.holdings.is_read_elsewhere(sequence, g, end // size):
+                return self._writable_end(sequence, parts, end // size * size)
+        return end
+
     def abandon_loading(self, sequence: SequenceKV) -> list[tuple[int, list[int]]]:
-        """A transfer is lost in mid-flight: set its pages aside, and hold nothing.
+        """Give up a transfer that is lost in mid-flight: put its pages aside, and release all others.
 
         Returns (group, pages) to restore once the transfer's handle is destroyed.
         """
@@ -276,7 +293,7 @@ class KVManager:
         return aside
 
     def abandon_draft_loads(self, sequence: SequenceKV) -> list[tuple[int, list[int]]]:
-        """Like abandon_loading, where only draft groups still wait: they are dropped, and nothing is recomputed."""
+        """Give up a transfer for which only draft groups still wait: they are dropped, and nothing is recomputed."""
         aside = self.holdings.set_pending_aside(sequence)
         self.drop_draft(sequence)
         return aside
@@ -286,7 +303,7 @@ class KVManager:
             self.pool.restore(g, pages)
 
     def export_intervals(self, sequence: SequenceKV) -> dict[int, Interval]:
-        """The durable slots that may leave this worker, per group. Scratch is never among them."""
+        """Returns the durable slots that may leave this worker, per group. Scratch is never among them."""
         out: dict[int, Interval] = {}
         for g, size in self.holdings.groups(sequence):
             start = sequence.groups[g].held_from(size)
@@ -298,8 +315,8 @@ class KVManager:
     def reserve(self, sequence: SequenceKV, target_end: int, draft_end: int) -> None:
         """Hold pages for the target to target_end and for the drafter to draft_end. All or nothing.
 
-        Raises OutOfPages if the target's pages are not to be had. If only the drafter's are not, its groups
-        are dropped and `sequence.drafting` turns False.
+        Raises OutOfPages if there are too few pages for the target. If there are too few for the drafter only, its
+        groups are dropped and `sequence.drafting` turns False.
         """
         if target_end <= sequence.target_room and draft_end <= sequence.draft_room:
             return
@@ -319,7 +336,7 @@ class KVManager:
         holdings.grow(sequence, missing)
 
     def has_room(self, sequence: SequenceKV, length: int) -> bool:
-        """Could the target's pages for a sequence of this length be had now?"""
+        """Whether there are enough target pages now for a sequence of this length."""
         return self.holdings.could_hold(sequence, resident_pages(self.layout, self.config, length))
 
     def commit(
@@ -331,10 +348,10 @@ class KVManager:
         ahead: int = 0,
         keep_window: bool = False,
     ) -> None:
-        """The target is durable up to v. Publish what that completes, free what nobody will read.
+        """Make the target durable up to v; publish the pages that this completes, free those that no row will read.
 
         fed_to: where a drafter that is catching up got to, if not to durable_end(v). ahead: rows that a
-        later plan already counts on. keep_window: somebody is about to fork from here.
+        later plan already counts on. keep_window: a fork is about to start here.
         """
         sequence.committed = v
         if sequence.drafting:
@@ -347,23 +364,8 @@ class KVManager:
             self.progress.advance(sequence, margin=self._footprint.token_reach if keep_window else 0)
         if v + ahead <= sequence.surplus_until:
             self.progress.trim(sequence, v + ahead)
-
-    def rewind(self, sequence: SequenceKV, end: int) -> None:
-        """Forget everything at and past `end`. A page that others read is copied before it is rewritten."""
-        assert end <= sequence.committed and not sequence.loads
-        holdings = self.holdings
-        self.pool.require([(g, 1) for g, _size in holdings.groups(sequence)])
-        sequence.committed = end
-        # A slot that reaches past the end saw a token that is forgotten.
-        sequence.draft_end = min(sequence.draft_end, max(0, end - self._footprint.token_reach))
-        for g, size in holdings.groups(sequence):
-            keep, state = self.progress.durable_end(sequence, g), sequence.groups[g]
-            holdings.keep_run(sequence, g, size, [Interval(state.low, max(keep, state.low))], keep)
-            holdings.own_page(sequence, g, size, keep)
-            state.published = max(min(state.published, keep // size), page_count(state.low, size))
-        sequence.chain.truncate(end)
-        holdings.measure_room(sequence)
-        self.progress.find_next_event(sequence)
+        if self._observer:
+            self._observer.committed(sequence)
 
     # ---- forks -------------------------------------------------------------------------------------
 
@@ -395,7 +397,7 @@ class KVManager:
             parent.groups[g].held_from(size) <= kinds[g].kind.needed(end, reach).start for g, size in holdings.target
         )
         if not tap_rows_possible:
-            # A window has moved on (see commit's keep_window): the drafter starts afresh at the end.
+            # A window has moved on (see commit's keep_window): the drafter starts anew at the end.
             child.draft_end = self._footprint.durable_end(end) - self._footprint.durable_lead
             for g, size in holdings.draft:
                 holdings.keep_run(child, g, size, (), child.draft_end)
@@ -407,7 +409,7 @@ class KVManager:
             self.drop_draft(child)
 
     def _fork_groups(self, parent: SequenceKV, child: SequenceKV, groups: GroupSizes, end: int) -> None:
-        self.holdings.share(parent, child, groups, end)
+        self.holdings.share_pages(parent, child, groups, end)
 
     # ---- letting go --------------------------------------------------------------------------------
 
@@ -423,9 +425,9 @@ class KVManager:
         self.holdings.measure_room(sequence)
 
     def release(self, sequence: SequenceKV, *, keep_end: bool = True) -> None:
-        """The sequence holds nothing any more; it may be admitted again.
+        """Release everything that the sequence holds; it may be admitted again.
 
-        keep_end: others may go on where it stopped; False where nobody knows what its last step wrote.
+        keep_end: keep what a hit at its end needs; False if it is not known what its last step wrote.
         """
         if sequence.admitted:
             if keep_end:
@@ -433,7 +435,7 @@ class KVManager:
             self.holdings.return_all(sequence)
 
     def close(self, sequence: SequenceKV, *, keep_end: bool = True) -> None:
-        """The sequence is gone."""
+        """Release everything that the sequence holds and remove it from the ledger."""
         self.release(sequence, keep_end=keep_end)
         self.holdings.forget(sequence)
         del self.sequences[sequence.id]
@@ -444,16 +446,16 @@ class KVManager:
     # ---- plans -------------------------------------------------------------------------------------
 
     def take_plan(self, step: int) -> KVPlan:
-        """Everything that changed since the last plan; from now on `step` is in flight."""
+        """Returns everything that changed since the last plan; from now on `step` is in flight."""
         return self.holdings.take_plan(step)
 
     def complete(self, step: int) -> None:
         self.pool.complete(step)
 
     def count_references(self) -> list[list[int]]:
-        """Per arena and page: how many holders the ledger knows of."""
+        """Returns the number of holders that the ledger knows of, per arena and page."""
         return self.holdings.count_references(list(self.sequences.values()))
 
     def check_integrity(self) -> None:
-        """Arenas and ledger agree about every reference."""
+        """Assert that arenas and ledger agree about every reference."""
         self.holdings.check_integrity(list(self.sequences.values()))

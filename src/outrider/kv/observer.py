@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Hit(NamedTuple):
-    """What an admission found. Draft intervals are [low, end) per draft group, in the order of groups."""
+    """What the hit search found. Draft intervals are [low, end) per draft group, in the order of groups."""
 
     end: int
     tap_rows: int
@@ -20,10 +20,10 @@ class Hit(NamedTuple):
 
 
 class KVObserver:
-    """Does nothing; override what matters."""
+    """An observer that ignores every event; a checker overrides the methods that it needs."""
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
-        """The search has decided, nothing is held yet."""
+        """The hit search is done, and nothing is held yet."""
 
     def shared(self, sequence: SequenceKV, group: int, page_number: int, page: int, slots: int) -> None:
         """The sequence takes the first `slots` slots of a cached page, by reference or by copy."""
@@ -33,17 +33,17 @@ class KVObserver:
     def retained(self, arena: int, pages: Sequence[int]) -> None: ...
 
     def source_held(self, arena: int, page: int) -> None:
-        """Held only so that a coming copy can read it; its owner may go on writing past the copied slots."""
+        """The page is held only for a coming copy to read; its owner may go on writing past the copied slots."""
 
     def source_let_go(self, arena: int, page: int) -> None: ...
 
     def releasing(self, arena: int, pages: Sequence[int]) -> None: ...
 
     def deferred(self, arena: int, pages: Sequence[int], step: int) -> None:
-        """Let go of, but a step in flight may still touch them."""
+        """The pages were released, but a step in flight may still touch them."""
 
     def quarantined(self, arena: int, pages: Sequence[int]) -> None:
-        """Held until now; a lost transfer may still write to them."""
+        """The pages are put aside, since a lost transfer may still write to them."""
 
     def restored(self, arena: int, pages: Sequence[int]) -> None: ...
 
@@ -52,25 +52,25 @@ class KVObserver:
     def committing(self, sequence: SequenceKV) -> None:
         """The ledger claims a new durable end; nothing is published or freed yet."""
 
+    def committed(self, sequence: SequenceKV) -> None:
+        """The sequence was admitted, loaded, forked or committed: its complete pages are published by now."""
+
     def published(self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes) -> None: ...
 
     def already_published(self, sequence: SequenceKV, group: int, page_number: int, page: int) -> None:
-        """The index holds an equal page under the key, so that this sequence's own stays private."""
+        """The index already holds an equal page under the key, so this sequence's own page stays private."""
 
     def admitted(self, sequence: SequenceKV) -> None:
-        """Everything the search promised is held now."""
-
-    def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
-        """Full pages [first_page, stop_page) were offered to the index; those worth keeping are in it now."""
+        """Everything that the search found is held now."""
 
     def leaving(self, sequence: SequenceKV) -> None:
-        """The sequence is about to let go; its end is kept first, where the policy asks for that."""
+        """The sequence is about to be released; its end is published first, where the policy asks for that."""
 
     def end_kept(self, sequence: SequenceKV) -> None:
-        """What a hit at its end needs, as far as it holds it, is in the index now."""
+        """What a hit at the end of the sequence needs is published now, as far as the sequence holds it."""
 
     def forked(self, parent: SequenceKV, child: SequenceKV) -> None:
-        """The child goes on from the parent's committed end."""
+        """The child starts at the parent's committed end."""
 
     def imported(self, sequence: SequenceKV, group: int, interval: Interval) -> None:
         """The manager was told that these slots have arrived."""
@@ -78,9 +78,9 @@ class KVObserver:
     def completed(self, step: int) -> None: ...
 
     def ended(self, sequence: SequenceKV) -> None:
-        """The sequence holds nothing any more."""
+        """The sequence holds no pages any more."""
 
     def cache_reset(self) -> None: ...
 
     def started_over(self) -> None:
-        """A move was interrupted half-way: all pages are free again, except those set aside."""
+        """A move was interrupted half-way: all pages are free again, except quarantined ones."""

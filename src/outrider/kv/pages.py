@@ -1,6 +1,6 @@
-"""A physical pool of equal-sized pages: who holds each, which are cached, which are free.
+"""A physical pool of equal-sized pages: how often each is held, which are cached, which are free.
 
-Every page but the sink is in exactly one place:
+Every page but the null page is in exactly one place:
 
     free ──acquire──▶ held (refs > 0) ──release──▶ published? ──no──▶ free
                         ▲                              │yes
@@ -9,7 +9,7 @@ Every page but the sink is in exactly one place:
 
 The LRU is a queue of pages in the order of their release. A page that is retained again stays in it as a dead
 entry, to be skipped when it comes up, and joins it once more at its next release.
-A page whose last holder let go while a step could still touch it stays held until that step completes:
+A page whose last reference was removed while a step could still touch it stays held until that step completes:
 the pool defers the release, and the page is pending.
 """
 
@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from outrider.errors import ConfigError, OutOfPages
+from outrider.errors import OutOfPages
 
-SINK = 0
-"""Padded rows and tap rows write here. Never free, never published, never read."""
+NULL_PAGE = 0
+"""The page that padded rows and tap rows write to. It is never free, never published and never read."""
 
 
 class PageArena:
@@ -39,20 +39,16 @@ class PageArena:
     )
 
     def __init__(self, index: int, num_pages: int, on_evict: Callable[[int, list[int]], None]) -> None:
-        if num_pages < 2:
-            raise ConfigError(
-                f"arena {index} has {num_pages} page(s); it needs at least 2, since one is the sink: raise the memory"
-            )
         self.index = index
         self.num_pages = num_pages
         self.refs = [0] * num_pages
-        self.refs[SINK] = 1
+        self.refs[NULL_PAGE] = 1
         self.published = bytearray(num_pages)
         """Group number + 1 while the page is in the prefix index, else 0."""
         self.quarantined: set[int] = set()
         self.num_cached = 0
         # A stack: a page freed last is likely still in the cache of the processor.
-        self._free = list(range(num_pages - 1, SINK, -1))
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._lru: deque[int] = deque()
         self._dead: dict[int, int] = {}
         """How many dead entries a page has in the LRU; they come before its live one."""
@@ -64,12 +60,12 @@ class PageArena:
 
     @property
     def num_available(self) -> int:
-        """Pages that acquire() can hand out: free ones, then cached ones."""
+        """Number of pages that acquire() can hand out: free ones, then cached ones."""
         return len(self._free) + self.num_cached
 
     @property
     def num_held(self) -> int:
-        """Pages somebody holds, pending ones included."""
+        """Number of pages that a sequence or a copy holds, pending ones included."""
         return self.num_pages - 1 - self.num_available - len(self.quarantined)
 
     def acquire(self, count: int) -> list[int]:
@@ -106,7 +102,7 @@ class PageArena:
         return popped
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holder for each page; a cached page is cached no more."""
+        """Add a reference to each page; a cached page with a reference is held again."""
         refs, dead = self.refs, self._dead
         for page in pages:
             holders = refs[page]
@@ -116,7 +112,7 @@ class PageArena:
             refs[page] = holders + 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder fewer for each page. The first pages given are evicted first."""
+        """Remove a reference from each page. The first pages given are evicted first."""
         refs, published, free = self.refs, self.published, self._free
         cached = []
         for page in pages:
@@ -135,7 +131,7 @@ class PageArena:
             self._drop_dead_entries()
 
     def _cached_pages(self) -> list[int]:
-        """The least recently used page first."""
+        """Returns the cached pages, the least recently used first."""
         last_entries = dict.fromkeys(reversed(self._lru))
         return [page for page in reversed(last_entries) if not self.refs[page]]
 
@@ -145,20 +141,20 @@ class PageArena:
         self._dead.clear()
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        """Set aside pages that a lost transfer may still write to."""
+        """Put pages aside that a lost transfer may still write to."""
         for page in pages:
             assert self.refs[page] == 1 and not self.published[page], f"page {page} is shared or published"
             self.refs[page] = 0
             self.quarantined.add(page)
 
     def restore(self, pages: Iterable[int]) -> None:
-        """The transfer's handle is destroyed: it cannot write to these pages any more. The caller holds them."""
+        """Give pages back to the caller, once the transfer's handle is destroyed and nothing can write to them."""
         for page in pages:
             self.quarantined.remove(page)
             self.refs[page] = 1
 
     def forget_cached(self) -> None:
-        """Empty the LRU; the caller empties the index."""
+        """Free every cached page; the caller empties the index."""
         for page in self._cached_pages():
             self.published[page] = 0
             self._free.append(page)
@@ -167,21 +163,21 @@ class PageArena:
         self.num_cached = 0
 
     def start_over(self) -> None:
-        """Nobody holds a page and none is cached, whatever was so before. What is quarantined stays so."""
+        """Make every page free that is not quarantined, whatever its state was."""
         self.refs[:] = [0] * self.num_pages
-        self.refs[SINK] = 1
+        self.refs[NULL_PAGE] = 1
         self.published[:] = bytes(self.num_pages)
         self.num_cached = 0
-        self._free[:] = [page for page in range(self.num_pages - 1, SINK, -1) if page not in self.quarantined]
+        self._free[:] = [page for page in range(self.num_pages - 1, NULL_PAGE, -1) if page not in self.quarantined]
         self._lru.clear()
         self._dead.clear()
 
     def has_duplicates(self) -> bool:
-        """Is a page on the free list twice?"""
+        """Whether a page is on the free list twice."""
         return len(set(self._free)) != len(self._free)
 
     def check_integrity(self) -> None:
-        """Every page but the sink is in exactly one place."""
+        """Assert that every page but the null page is in exactly one place."""
         free, cached = set(self._free), set(self._cached_pages())
         assert len(free) == len(self._free), f"arena {self.index}: a page is on the free list twice"
         assert len(cached) == self.num_cached, (
@@ -192,4 +188,4 @@ class PageArena:
             idle = page in free or page in cached or page in self.quarantined
             assert idle == (self.refs[page] == 0), f"arena {self.index}: page {page} is in two places, or in none"
             assert not (page in free and self.published[page]), f"arena {self.index}: free page {page} is published"
-        assert self.refs[SINK] == 1 and not self.published[SINK]
+        assert self.refs[NULL_PAGE] == 1 and not self.published[NULL_PAGE]

@@ -17,7 +17,7 @@ from outrider.kv.prefix import GroupIndex, PageRecords
 
 
 class PagePool:
-    """Pages by group: a caller never has to know which arena a group lives in."""
+    """All pages of a worker, by group: a caller never has to know which arena a group lives in."""
 
     def __init__(self, layout: KVLayout, arena_pages: Sequence[int], observer: KVObserver | None) -> None:
         if len(arena_pages) != len(layout.arena_page_bytes):
@@ -37,13 +37,13 @@ class PagePool:
         self._last_planned = -1
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
-        """(step, arena, pages): let go of, but the step may still touch them."""
+        """(step, arena, pages) that were released while the step, which may still touch them, was in flight."""
 
     def arena(self, group: int) -> PageArena:
         return self.arenas[self._arena_of[group]]
 
     def require(self, wanted: Sequence[tuple[int, int]]) -> None:
-        """Raise OutOfPages unless (group, pages) can all be had together."""
+        """Raise OutOfPages unless (group, pages) can all be acquired at once."""
         if len(wanted) == 1:
             ((group, count),) = wanted
             arena = self.arenas[self._arena_of[group]]
@@ -84,7 +84,7 @@ class PagePool:
         self.release(group, [page])
 
     def release(self, group: int, pages: list[int]) -> None:
-        """Let go; the first pages given are evicted first. Nothing that a step may touch is reused yet."""
+        """Release pages, the first of which are evicted first; a step in flight delays this until it completes."""
         if not pages:
             return
         index = self._arena_of[group]
@@ -114,7 +114,7 @@ class PagePool:
         self.release(group, pages)  # a step in flight may still copy into them
 
     def _evict(self, index: int, pages: list[int]) -> None:
-        """Take cached pages of one arena, of whatever groups, out of the index."""
+        """Take cached pages of one arena, which may belong to several groups, out of the index."""
         published, groups = self.arenas[index].published, self._groups_of[index]
         for group in groups:
             mine = pages if len(groups) == 1 else [page for page in pages if published[page] == group + 1]
@@ -126,7 +126,7 @@ class PagePool:
                 self._observer.evicted(index, page)
 
     def reset_cache(self) -> None:
-        """Forget every page that nobody holds; pages in use leave the index as well."""
+        """Empty the index: cached pages become free, and pages in use are no longer found."""
         for arena in self.arenas:
             arena.forget_cached()
             arena.published[:] = bytes(arena.num_pages)
@@ -136,13 +136,13 @@ class PagePool:
             self._observer.cache_reset()
 
     def begin(self, step: int) -> None:
-        """From now on `step` is in flight."""
+        """Note that `step` is planned and in flight from now on."""
         assert step == self._last_planned + 1, f"step {step} planned after {self._last_planned}"
         self._last_planned = step
 
     @property
     def next_step(self) -> int:
-        """The step to plan next."""
+        """The number of the step to plan next."""
         return self._last_planned + 1
 
     @property
@@ -150,7 +150,7 @@ class PagePool:
         return self._last_planned > self.last_completed
 
     def complete(self, step: int) -> None:
-        """The step has run: what it could touch may be reused."""
+        """Note that the step has run: the pages that it could touch may be reused."""
         assert step == self.last_completed + 1, f"step {step} completed after {self.last_completed}"
         self.last_completed = step
         if self._observer:
@@ -160,7 +160,7 @@ class PagePool:
             self._release_now(index, pages)
 
     def start_over(self) -> None:
-        """No step is in flight, nobody holds a page, nothing is cached: the way out of half a move."""
+        """Make every page free, after a move that was interrupted half-way; no step is in flight any more."""
         self.last_completed = self._last_planned
         self._pending.clear()
         for arena in self.arenas:

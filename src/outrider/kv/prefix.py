@@ -39,7 +39,7 @@ def _digest_of_fields(fields: Iterable[bytes]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheIdentity:
-    """Everything, apart from the tokens, that makes the target's KV bytes what they are."""
+    """Everything, apart from the tokens, that determines the target's KV bytes."""
 
     weights: str = "unset"
     dtype: str = "float32"
@@ -49,12 +49,12 @@ class CacheIdentity:
 
     @property
     def label(self) -> str:
-        """All of it in one line, for handshakes and messages; equal only if everything is."""
+        """The whole identity as text, for handshakes and messages; equal only if every field is."""
         part = f"part {self.tensor_parallel_rank} of {self.tensor_parallel_size}"
         return f"weights {self.weights!r}, dtype {self.dtype!r}, layout {self.layout!r}, {part}"
 
     def root(self, *, adapter: str = "", salt: str = "") -> bytes:
-        """The chain's seed for one adapter and one tenant."""
+        """Returns the first base of the chain for one adapter and one tenant."""
         fields = (
             self.weights,
             self.dtype,
@@ -68,7 +68,7 @@ class CacheIdentity:
 
 
 def group_tag(spec: GroupSpec, *, reach: int, owner: KVFootprint | None) -> bytes:
-    """What tells this group's pages from any other group's, in any process."""
+    """Returns a digest that tells this group's pages from any other group's, in any process."""
     fields = [spec.name, spec.kind.label, str(spec.page_tokens), str(spec.slot_bytes), str(reach)]
     if owner is not None:
         fields += [owner.fingerprint, *map(str, owner.taps)]
@@ -84,9 +84,9 @@ class Media(NamedTuple):
 
 
 RUN_BLOCKS = 16
-"""Blocks that are remembered together."""
+"""Number of blocks in one remembered run."""
 MOST_YOUNG_RUNS = 1024
-"""A run takes some 2 to 4 KB at 16 tokens a block."""
+"""Most runs in the young generation; a run takes some 2 to 4 KB at 16 tokens a block."""
 
 
 class KnownRun:
@@ -97,7 +97,7 @@ class KnownRun:
     def __init__(self, bases: list[bytes]) -> None:
         self.bases = bases
         self.keys: dict[tuple[int, int], list[bytes]] = {}
-        """(page_tokens, reach) -> keys of all pages but the last, whose reach lies in the next run."""
+        """Keys by (page_tokens, reach), of all pages of the run but the last, whose reach lies in the next run."""
 
 
 class KnownRuns:
@@ -143,7 +143,7 @@ class Chain:
         self.media = media
         self._known_runs = None if media else known_runs
         self._runs: list[KnownRun] = []
-        """The first runs of the sequence, without a gap."""
+        """The first runs of the sequence, in order and without a gap."""
 
     def extend(self, tokens: array[int], end: int) -> None:
         """Hash every whole block of tokens[:end] that is not hashed yet."""
@@ -173,7 +173,7 @@ class Chain:
         return data[stop:]
 
     def _hashed(self, data: bytes, start: int) -> list[bytes]:
-        """The bases of the blocks in `data`, the first of which starts at position `start`."""
+        """Returns the bases of the blocks in `data`, the first of which starts at position `start`."""
         hashed: list[bytes] = []
         append, copy, base, width = hashed.append, _EMPTY.copy, self.bases[-1], self.grain * TOKEN_BYTES
         blocks = unpack(f"{width}s" * (len(data) // width), data)
@@ -190,18 +190,18 @@ class Chain:
             append(base)
         return hashed
 
-    def truncate(self, end: int) -> None:
-        """Forget blocks that are not wholly below `end`."""
-        del self.bases[end // self.grain + 1 :]
-        del self._runs[end // self.grain // RUN_BLOCKS :]
+    def forget(self) -> None:
+        """Drop all bases but the root: an interrupted `extend` may have left them incomplete."""
+        del self.bases[1:]
+        self._runs.clear()
 
     def successors(self, tokens: array[int], end: int, reach: int) -> bytes:
-        """What stands for the `reach` tokens from `end` on, in a key."""
+        """Returns the part of a key that stands for the `reach` tokens from `end` on."""
         data = tokens[end : end + reach].tobytes()
         return data + self._media_bytes(end, end + reach) if self.media else data
 
     def keys(self, tokens: array[int], size: int, reach: int, first: int, stop: int) -> list[bytes]:
-        """Keys of pages [first, stop) of `size` tokens; all their tokens, and the reach after them, are known."""
+        """Returns the keys of pages [first, stop) of `size` tokens, whose tokens and reach are all known."""
         step = size // self.grain
         if not reach:
             return self.bases[(first + 1) * step : stop * step + 1 : step]
@@ -219,7 +219,7 @@ class Chain:
         return keys + self._joined_keys(tokens, size, reach, first, stop) if first < stop else keys
 
     def _joined_keys(self, tokens: array[int], size: int, reach: int, first: int, stop: int) -> list[bytes]:
-        """Bases and the tokens after them, put together."""
+        """Returns the keys of pages [first, stop), each made of a base and the tokens after it."""
         step = size // self.grain
         bases = self.bases[(first + 1) * step : stop * step + 1 : step]
         if self.media:
@@ -233,7 +233,7 @@ class Chain:
         return any(item.start < end and start < item.end for item in self.media)
 
     def _media_bytes(self, start: int, end: int) -> bytes:
-        """Each item that overlaps [start, end): what part of it lies where, and its content."""
+        """Returns bytes that say which part of which media item lies where in [start, end)."""
         parts = []
         for item in self.media:
             first, stop = max(item.start, start), min(item.end, end)
@@ -244,7 +244,7 @@ class Chain:
 
 
 class Tier(Protocol):
-    """A place besides the device where pages may be found."""
+    """A place besides the device where pages may be cached."""
 
     def contains(self, group: int, key: bytes) -> bool: ...
 
@@ -265,10 +265,10 @@ class PageRecords:
         self.keys = [b""] * num_pages
         self.parents = [b""] * num_pages
         self.contents = [b""] * num_pages
-        """A page's tokens; empty if it holds media."""
+        """Each page's tokens; empty if it holds media."""
 
     def text(self, page: int) -> bytes:
-        """The page's tokens and the reach after them, which is what its key ends with."""
+        """Returns the page's tokens and the reach after them, which its key ends with."""
         return self.contents[page] + self.keys[page][DIGEST_BYTES:]
 
 
@@ -285,23 +285,23 @@ class GroupIndex:
         self.pages: dict[bytes, int] = {}
         self._records = records
         self._children: dict[bytes, int] = {}
-        """One page after each parent: most have no other."""
+        """One page after each parent; most parents have no other."""
         self._branches: dict[bytes, list[tuple[bytes, int]]] = {}
-        """(text, page) of all pages after a parent, sorted, where sequences part ways."""
+        """(text, page) of all pages after a parent, sorted, where several sequences continue it."""
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def knows_none(self, keys: list[bytes]) -> bool:
-        """Is no page published under any of the keys?"""
+        """Whether no page is published under any of the keys."""
         return self.pages.keys().isdisjoint(keys)
 
     def continues_none(self, parents: list[bytes]) -> bool:
-        """Is there no page, parts of which may be taken, after any of the parents?"""
+        """Whether no page of which a part may be taken follows any of the parents."""
         return self._children.keys().isdisjoint(parents)
 
     def insert(self, new: Iterable[PageEntry]) -> None:
-        """Enter pages, none of which is here, under keys, none of which is known."""
+        """Enter pages under new keys; neither the pages nor the keys may be in the index yet."""
         pages, records = self.pages, self._records
         keys, parents, contents, children = records.keys, records.parents, records.contents, self._children
         for page, key, parent, content in new:
@@ -347,7 +347,7 @@ class GroupIndex:
             table.clear()
 
     def closest(self, parent: bytes, text: bytes) -> tuple[int, int]:
-        """The page after `parent` that agrees longest with `text`, and how many tokens agree.
+        """Returns the page after `parent` that agrees longest with `text`, and how many tokens agree.
 
         Among sorted byte strings the one with the longest common prefix is a neighbour of the place where
         the wanted one would stand, so the cost does not grow with the number of siblings.
@@ -370,7 +370,7 @@ class GroupIndex:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    """Whole tokens before the first bit that differs."""
+    """Returns the number of whole tokens before the first bit that differs."""
     size = min(len(left), len(right))
     if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
         return 0  # the common case of sequences that part ways at the end of a page

@@ -1,7 +1,7 @@
-"""What follows when a sequence has moved on: publish what is complete, free what left its window, keep its end.
+"""What follows a commit: publish pages that are complete, free pages that left their window, keep the end.
 
 pages        [ freed )[ held behind the window )[ window ... committed )[ reserved )[ surplus )
-                      ^ held_from: for work to go on, and for the end to be kept      ^ given back by trim
+                      ^ held_from: needed by rows to come, or for the end      ^ given back by trim
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ class Progress:
         self._footprint = layout.footprint
         self._observer = observer
         self._publishers = [GroupPublisher(g, layout, mask, holdings.pool, observer) for g in range(len(layout.groups))]
-        self._slides = any(spec.kind.freed_at(0) is not None for spec in layout.groups)
-        """Some group frees pages before its sequence ends."""
+        self._slides = any(spec.kind.slides for spec in layout.groups)
+        """Whether some group frees pages before its sequence ends."""
 
     def durable_end(self, sequence: SequenceKV, group: int) -> int:
         return sequence.committed if group < self.layout.num_target else sequence.draft_end
 
     def advance(self, sequence: SequenceKV, *, margin: int) -> None:
-        """A page was completed, or left its window. `margin`: positions before the end that tap rows will query."""
+        """Publish and free pages after a page was completed or left its window.
+
+        margin: number of positions before the end that tap rows will query.
+        """
         self.publish(sequence)
         if self._slides:
             self.free_behind(sequence, max(margin, self._keep_margin))
@@ -59,7 +62,7 @@ class Progress:
                 self._publishers[g].publish(sequence, first, stop)
 
     def publish_end(self, sequence: SequenceKV) -> None:
-        """The sequence leaves: keep what a hit needs that goes on where it stopped.
+        """Publish what a hit at the end of the sequence, which is about to be released, needs.
 
         Pages past the prompt were held back until now; free_behind has left those that are asked for here.
         """
@@ -71,7 +74,7 @@ class Progress:
             self._observer.leaving(sequence)
         for g, size in holdings.groups(sequence):
             state = sequence.groups[g]
-            slides = self.layout.groups[g].kind.freed_at(0) is not None
+            slides = self.layout.groups[g].kind.slides
             if not slides or not (g < num_target or self._footprint.publishes_above(state.low)):
                 continue
             first = max(state.first_page, -(-state.low // size))
@@ -82,13 +85,13 @@ class Progress:
             self._observer.end_kept(sequence)
 
     def free_behind(self, sequence: SequenceKV, margin: int) -> None:
-        """Give back pages that no query at or after the committed end, less the margin, reads, and no end needs."""
+        """Release pages that neither a query at or after the committed end, less the margin, nor the end needs."""
         for g, size in self.holdings.groups(sequence):
             end = min(sequence.committed, self.durable_end(sequence, g))
             self.holdings.free_front(g, sequence.groups[g], self.mask.held_from(g, end, margin) // size)
 
     def find_next_event(self, sequence: SequenceKV) -> None:
-        """The first committed end at which a page completes or leaves a window."""
+        """Work out the first committed end at which a page completes or leaves a window."""
         event, lead = NEVER, self._footprint.durable_lead
         for g, size in self.holdings.groups(sequence):
             state = sequence.groups[g]
@@ -100,7 +103,7 @@ class Progress:
         sequence.next_event = event
 
     def trim(self, sequence: SequenceKV, v: int) -> None:
-        """Give back pages past what the next step of the same shape will ask for."""
+        """Release pages past what the next step of the same shape will ask for."""
         for g, size in self.holdings.target:
             self.holdings.cut(sequence, g, size, v + sequence.target_headroom)
         for g, size in self.holdings.draft if sequence.drafting else ():

@@ -15,7 +15,7 @@ from struct import unpack
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.observer import KVObserver
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import TOKEN_BYTES
 from outrider.kv.retention import RetentionMask
@@ -38,7 +38,7 @@ class GroupPublisher:
         self._published = pool.arena(group).published
 
     def publish(self, sequence: SequenceKV, first: int, stop: int) -> None:
-        """Publish of pages [first, stop) what is worth keeping; all slots are durable, and their reach is known."""
+        """Publish the pages of [first, stop) that are worth keeping; all slots are durable and their reach is known."""
         if not self._keeps_all:
             self.publish_marked(sequence, first, stop)
         else:
@@ -47,11 +47,9 @@ class GroupPublisher:
                 self._publish_one(sequence, first)
             else:
                 self._publish_run(sequence, first, stop)
-        if self._observer:
-            self._observer.offered(sequence, self._group, first, stop)
 
     def publish_marked(self, sequence: SequenceKV, first: int, stop: int) -> None:
-        """Publish of pages [first, stop) what the policy or the sequence's marks ask for."""
+        """Publish the pages of [first, stop) that the policy or the sequence's marks ask for."""
         sequence.chain.extend(sequence.tokens, stop * self._size)
         for start, end in self._mask.runs(self._group, first, stop, sequence.marks):
             self._publish_run(sequence, start, end)
@@ -86,7 +84,7 @@ class GroupPublisher:
             published[page] = mark
 
     def _publish_one(self, sequence: SequenceKV, number: int) -> None:
-        """The common case of decoding: one page, and nobody watching."""
+        """Publish one page of a sequence without media or observer, the common case of decoding."""
         size, bases, step = self._size, sequence.chain.bases, self._step
         start, page = number * size, sequence.groups[self._group].pages[number]
         key = bases[(number + 1) * step]
@@ -98,11 +96,11 @@ class GroupPublisher:
             self._published[page] = self._group + 1
 
     def _all_new(self, pages: list[int], keys: list[bytes]) -> bool:
-        """The common case of prompts: nobody has published any of this."""
-        return self._index.knows_none(keys) and not any(itemgetter(SINK, *pages)(self._published))
+        """Whether none of the pages is published under any key, the common case of prompts."""
+        return self._index.knows_none(keys) and not any(itemgetter(NULL_PAGE, *pages)(self._published))
 
     def _new_places(self, sequence: SequenceKV, first: int, pages: list[int], keys: list[bytes]) -> list[int]:
-        """Which of the pages from number `first` on to publish: those that are not in the index yet."""
+        """Returns the places, among these pages from number `first` on, of those that are not in the index yet."""
         known, places = self._index.pages, []
         for place, (page, key) in enumerate(zip(pages, keys, strict=True)):
             if key in known:

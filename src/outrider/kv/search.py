@@ -1,7 +1,7 @@
 """The hit search: how much of a sequence the cache can serve.
 
-A `GroupView` answers, for one sequence and one group, how many slots at the front of each page are to be
-had. Which of them a hit needs is the group kind's business (`GroupKind.needed`), which also decides what
+A `GroupView` answers, for one sequence and one group, how many slots at the front of each page are
+available. Which of them a hit needs is the group kind's business (`GroupKind.needed`), which also decides what
 is retained; so search and retention cannot drift apart.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from outrider.kv.footprint import GroupSpec
 from outrider.kv.intervals import Interval
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.prefix import RUN_BLOCKS, Chain, GroupIndex, Tier
 
 
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 MISSING = Found(0, 0)
 LONGEST_STRETCH = 256
-"""Pages that are passed over at once where nothing is known."""
+"""Most pages that the search skips at once where the index holds nothing."""
 
 
 class GroupView:
@@ -62,7 +62,7 @@ class GroupView:
         self.page_tokens = spec.page_tokens
         self.reach = reach
         self.whole: list[int] = []
-        """Device pages of the first page numbers, as far as they are known to be whole."""
+        """Device pages of the first page numbers, as far as they were found whole."""
         self._index = index
         self._chain = chain
         self._tokens = tokens
@@ -71,7 +71,7 @@ class GroupView:
         self._found: dict[int, Found] = {}
 
     def key(self, page: int) -> bytes | None:
-        """The page's key, or None while the tokens that decide it are not all known."""
+        """Returns the page's key, or None while the tokens that determine it are not all known."""
         end = (page + 1) * self.page_tokens
         if end + self.reach > len(self._tokens):
             return None
@@ -108,7 +108,7 @@ class GroupView:
         return Found(slots, device_page) if slots > 0 else MISSING
 
     def whole_prefix(self, max_pages: int) -> int:
-        """How many of the first `max_pages` pages are to be had whole, without a gap."""
+        """Returns how many of the first `max_pages` pages are available whole, without a gap."""
         size = self.page_tokens
         if len(self.whole) < max_pages:
             self._extend_whole(max_pages)
@@ -132,16 +132,16 @@ class GroupView:
         while len(whole) < known:
             runs = 1 + len(whole) // (4 * RUN_BLOCKS)
             first, stop = len(whole), min(known, len(whole) + runs * RUN_BLOCKS)
-            found = list(map(get, keys(tokens, size, reach, first, stop), repeat(SINK)))
+            found = list(map(get, keys(tokens, size, reach, first, stop), repeat(NULL_PAGE)))
             if not all(found):
-                whole += found[: found.index(SINK)]
+                whole += found[: found.index(NULL_PAGE)]
                 return
             whole += found
 
     def last_found(self, page: int) -> int:
-        """The last page, at or before this one, of which any slot can be had; -1 if there is none.
+        """Returns the last page, at or before this one, of which any slot is available; -1 if there is none.
 
-        Stretches of which nothing is known are passed over at the speed of C.
+        Stretches of which the index holds nothing are skipped at the speed of C.
         """
         keys, index, bases = self._chain.keys, self._index, self._chain.bases
         tokens, size, reach, step = self._tokens, self.page_tokens, self.reach, self._step
@@ -162,16 +162,16 @@ class GroupView:
         return -1
 
     def prefix_end(self, limit: int) -> int:
-        """Where the run of slots that starts at 0 ends; not followed past the page of `limit`."""
+        """Returns the end of the run of slots that starts at 0; it is not followed past the page of `limit`."""
         whole = self.whole_prefix(limit // self.page_tokens)
         return whole * self.page_tokens + (self.find(whole).slots if whole * self.page_tokens < limit else 0)
 
     def longest(self, limit: int) -> int:
-        """The largest end <= limit at which this group holds everything needed."""
+        """Returns the largest end <= limit at which this group holds everything needed."""
         return self.spec.kind.longest(limit, self)
 
     def run_before(self, end: int, floor: int = 0) -> int:
-        """Start of the longest run of slots [start, end) that can be had; `end` itself if there is none.
+        """Returns the start of the longest available run of slots [start, end); `end` itself if there is none.
 
         The run is not followed below the page of `floor`.
         """
@@ -188,7 +188,7 @@ class GroupView:
         return page * size
 
     def holds(self, interval: Interval) -> bool:
-        """Can every slot of the interval be had?"""
+        """Whether every slot of the interval is available."""
         if interval.empty:
             return True
         size = self.page_tokens
@@ -201,9 +201,9 @@ class GroupView:
 
 
 def longest_common(views: Sequence[GroupView], limit: int) -> int:
-    """The largest end <= limit at which every one of the groups holds everything needed.
+    """Returns the largest end <= limit at which every one of the groups holds everything needed.
 
-    Each group can only lower the end, so going round until nobody does finds the largest common one.
+    Each group can only lower the end, so repeating until none does finds the largest common one.
     """
     end, agreed = limit, 0
     while agreed < len(views):

@@ -1,4 +1,4 @@
-"""How many pages one sequence can need at most: what admission refuses by, and what memory is planned by."""
+"""The most pages that one sequence can need, which admission and the division of memory go by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.kv.retention import keeps_ends, most_behind
 
 
 def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: int, *, draft: bool) -> list[int]:
-    """Pages per arena that a sequence could hold at once, running alone.
+    """Returns the most pages per arena that a sequence could hold at once, running alone.
 
     Counted per group: its length, or its window and the largest step; scratch; what a step in flight keeps
     of the step before it; one page at the ragged front; and the source of a copy.
@@ -19,12 +19,12 @@ def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: i
     footprint, ahead = layout.footprint, config.steps_ahead
     step = max(config.step_tokens, 1 + k)
     scratch = footprint.scratch_ahead(k) + footprint.durable_lead
-    behind = most_behind(layout, config.retention)
     pages = [0] * len(layout.arena_page_bytes)
     for g in range(len(layout.groups) if draft else layout.num_target):
         spec = layout.groups[g]
         extra = scratch if g >= layout.num_target else 0
         length = total_tokens + extra
+        behind = most_behind(layout, config.retention, g)
         resident = spec.kind.resident_tokens(length, step * ahead, behind + extra)
         freed_late = page_count(step, spec.page_tokens) if ahead > 1 else 0
         held = page_count(resident, spec.page_tokens) + 1 + freed_late
@@ -33,28 +33,28 @@ def worst_case_pages(layout: KVLayout, config: KVConfig, total_tokens: int, k: i
 
 
 def resident_pages(layout: KVLayout, config: KVConfig, length: int) -> list[int]:
-    """Per target group: pages that a sequence of this length holds at once while it is computed."""
-    behind = most_behind(layout, config.retention)
-    return [
-        page_count(spec.kind.resident_tokens(length, config.step_tokens, behind), spec.page_tokens)
-        for spec in layout.target
-    ]
+    """Returns the pages that a sequence of this length holds at once while it is computed, per target group."""
+    pages = []
+    for g, spec in enumerate(layout.target):
+        behind = most_behind(layout, config.retention, g)
+        pages.append(page_count(spec.kind.resident_tokens(length, config.step_tokens, behind), spec.page_tokens))
+    return pages
 
 
 def decoding_pages(layout: KVLayout, config: KVConfig, length: int, k: int) -> list[int]:
-    """Per group: most pages that a sequence of this length holds while it decodes, k drafts a step."""
+    """Returns the most pages that a sequence of this length holds while it decodes k drafts a step, per group."""
     footprint, ahead = layout.footprint, config.steps_ahead * (1 + k)
-    behind = most_behind(layout, config.retention) if keeps_ends(layout, config.retention) else 0
-    held = []
+    ends, held = keeps_ends(layout, config.retention), []
     for g, spec in enumerate(layout.groups):
         extra = footprint.scratch_ahead(k) + footprint.durable_lead if g >= layout.num_target else 0
+        behind = most_behind(layout, config.retention, g) if ends else 0
         resident = spec.kind.resident_tokens(length + extra, ahead + extra, behind)
         held.append(min(page_count(length + extra, spec.page_tokens), page_count(resident, spec.page_tokens) + 1))
     return held
 
 
 class Sizing:
-    """What fits into one worker's arenas."""
+    """The longest sequences that fit into one worker's arenas."""
 
     def __init__(self, layout: KVLayout, config: KVConfig) -> None:
         self._layout = layout
@@ -62,7 +62,7 @@ class Sizing:
         self._longest: dict[tuple[int, bool], int] = {}
 
     def longest(self, k: int, *, draft: bool) -> int:
-        """The longest sequence that could be held, running alone: the worst case never shrinks with the length."""
+        """Returns the length of the longest sequence that could be held, running alone."""
         known = self._longest.get((k, draft))
         if known is not None:
             return known

@@ -1,7 +1,6 @@
-"""Conversations to text, by the template that comes with the model.
+"""Conversations to text, with the chat template of the model.
 
-Templates are programs written by strangers: they run in a sandbox, see plain data only, and may not write more
-than a limited amount of text.
+Templates are untrusted programs: they run in a sandbox, see plain data only, and may write a limited amount of text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 
 class ChatTemplate:
-    """A model's template, or its several: one by default, one for requests with tools."""
+    """A model's chat templates: a default one, and possibly one for requests with tools."""
 
     def __init__(
         self,
@@ -39,9 +38,9 @@ class ChatTemplate:
             raise ModelError(f"{source}: no chat template is named {DEFAULT!r}; there are: {', '.join(sorted(named))}")
         self.source = source
         self.templates = named
-        """As written, by name: what another process needs to render as this one does."""
+        """Sources of the templates by name, from which another process can make an equal ChatTemplate."""
         self.variables = dict(variables or {})
-        """Texts of special tokens, as templates know them: bos_token, eos_token and so on."""
+        """Texts of special tokens by their names in templates: bos_token, eos_token and so on."""
         self.characters_max = characters_max
         self._compiled = {name: _compile(text, source) for name, text in named.items()}
 
@@ -53,9 +52,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation. It carries its special tokens: encode it without adding any.
+        """Returns the text of a conversation. It contains its special tokens: encode it without adding any.
 
-        Raises RequestError where the template refuses the conversation.
+        Raises RequestError if the template refuses the conversation.
         """
         name = WITH_TOOLS if tools and WITH_TOOLS in self._compiled else DEFAULT
         values = self.variables | {
@@ -69,7 +68,7 @@ class ChatTemplate:
             return self._limited(self._compiled[name], values)
         except RequestError:
             raise
-        # A template is a program: with an unforeseen conversation it can fail in any way.
+        # A template is a program that can fail in any way.
         except Exception as problem:
             raise RequestError(f"the model's chat template does not accept this conversation: {problem}") from None
 
@@ -86,7 +85,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's words for training; here it only stands around them."""
+    """{% generation %} marks the assistant's words for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -117,7 +116,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own would escape what matters in HTML.
+    # Jinja's own filter escapes characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -130,11 +129,11 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A copy out of plain types: methods of anything richer would be within the template's reach."""
+    """Returns a copy made of plain types, because a template could call the methods of any other object."""
     match value:
         case None | bool():
             return value
-        # Subclasses, such as enumerations, lose what they add.
+        # Subclasses, such as enumerations, become the plain type.
         case str():
             return str.__str__(value)
         case int():

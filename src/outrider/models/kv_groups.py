@@ -1,4 +1,4 @@
-"""Which KV groups a decoder's layers fall into, how large their pages are, and where in its group each layer lies.
+"""The KV groups of a decoder's layers, the sizes of their pages, and the place of each layer in its group.
 
 Layers of equal window share one page table. Where a decoder has several such groups, their pages are given equal
 bytes by giving them different lengths, so that one arena serves all and no memory is set aside for either kind:
@@ -21,21 +21,21 @@ from outrider.kv.groups import Full, Sliding
 from outrider.models.spec import DecoderSpec
 
 MOST_ALIGNED = 8
-"""The alignment may be so many times the shortest page: cached texts are gone on from where pages of all groups end,
-and what lies past the last such place is computed again."""
+"""The largest alignment, as a multiple of the shortest page. Windows are kept for hits at multiples of the alignment,
+and the tokens after such a hit are computed again."""
 MOST_UNUSED = 0.1
-"""Share of a page that may be unused where the numbers of layers do not divide each other."""
+"""The largest unused part of a page, where the numbers of layers do not divide each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroups:
-    """Groups of one decoder."""
+    """The KV groups of one decoder."""
 
     specs: tuple[GroupSpec, ...]
     place: tuple[tuple[int, int], ...]
-    """Per layer: its group among `specs`, and its place inside a page of that group."""
+    """For each layer, the index of its group in `specs` and its place inside a page of that group."""
     layers_in: tuple[int, ...]
-    """Per group: how many layers it has."""
+    """Number of layers in each group."""
     kv_heads: int
     head_dim: int
 
@@ -43,7 +43,8 @@ class LayerGroups:
 def layer_groups(
     spec: DecoderSpec, *, owner: str, page_tokens: int, item_bytes: int, one_arena: bool = False
 ) -> LayerGroups:
-    """`page_tokens` is the length of a page; with `one_arena` of the shortest page, where there are several groups."""
+    """Returns the KV groups of a decoder. `page_tokens` is the length of a page; with `one_arena`, that of the shortest
+    page."""
     windows: list[int | None] = []
     counts: list[int] = []
     place: list[tuple[int, int]] = []
@@ -80,10 +81,11 @@ def layer_groups(
 
 
 def blocks_per_page(layers: Sequence[int]) -> tuple[int, ...]:
-    """Blocks in a page of each group, so that pages of all groups have about equal bytes.
+    """Returns the number of blocks of `page_tokens` in a page of each group, so that pages of all groups have about
+    equal bytes.
 
-    The most layers get the fewest blocks. One block if that leaves little unused, else two, and so on; ones
-    everywhere if nothing does, so that each group has an arena of its own.
+    The group with the most layers gets the fewest blocks: one if that leaves little unused, else two, and so on. If no
+    number does, every group gets one block and an arena of its own.
     """
     most = max(layers)
     for fewest in range(1, MOST_ALIGNED):
@@ -96,6 +98,6 @@ def blocks_per_page(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _unused(layers: Sequence[int], blocks: Sequence[int]) -> float:
-    """The largest share of any group's page that is left unused."""
+    """Returns the largest unused part of any group's page."""
     sizes = [count * each for count, each in zip(layers, blocks, strict=True)]
     return 1 - min(sizes) / max(sizes)

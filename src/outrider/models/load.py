@@ -12,29 +12,30 @@ from outrider.models.chat import ChatTemplate
 from outrider.models.parameters import DecoderParameters
 from outrider.models.resolve import resolve_model, weights_fingerprint
 from outrider.models.spec import DecoderSpec
-from outrider.models.text import GenerationDefaults, ModelText, text_of_directory, text_of_gguf
+from outrider.models.text import GenerationDefaults, text_of_directory, text_of_gguf
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.weights import Checkpoint, GGUFCheckpoint, Progress, load_parameters, open_checkpoint
+from outrider.models.weight_forms import DENSE, WeightForms
+from outrider.models.weights import GGUFCheckpoint, Progress, load_parameters, open_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedModel:
     name: str
-    """For people."""
+    """The name that is shown to users."""
     spec: DecoderSpec
     parameters: DecoderParameters
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    """None where the model is not made for conversations."""
+    """The chat template; None if the model is not made for conversations."""
     eos_ids: tuple[int, ...]
-    """Any of them ends a text."""
+    """The ids of the tokens that end a text."""
     generation: GenerationDefaults
     dtype: torch.dtype = torch.float32
-    """What it computes in; matrices may lie in memory in fewer bits."""
+    """The dtype that the model computes in; matrices may have fewer bits in memory."""
     fingerprint: str
-    """Names the weights: the same wherever the same files are loaded."""
+    """Identifies the weights: it is the same wherever the same files are loaded."""
     path: Path | None = None
-    """The directory or file it came from; None for one that was made in memory."""
+    """The directory or file of the model; None if it was made in memory."""
 
 
 def load_model(
@@ -43,17 +44,20 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    as_stored: bool = False,
+    forms: WeightForms = DENSE,
 ) -> LoadedModel:
-    """By built-in name, path or hub id. What can be refused is refused before weights are read.
-
-    `as_stored`: matrices that the file stores in fewer bits stay so in memory; whoever computes widens them."""
+    """Loads a model by built-in name, path or hub id. A model that does not fit is refused before weights are read."""
     resolved = resolve_model(name)
     checkpoint = open_checkpoint(resolved.path)
-    spec = _rounded(checkpoint.spec(), dtype)
-    text = _text_of(checkpoint)
+    spec = checkpoint.spec()
+    # Models round the scale of embeddings to the dtype that they compute in.
+    spec = replace(spec, embedding_scale=torch.tensor(spec.embedding_scale, dtype=dtype).item())
+    if isinstance(checkpoint, GGUFCheckpoint):
+        text = text_of_gguf(checkpoint.file)
+    else:
+        text = text_of_directory(checkpoint.path, checkpoint.config)
     _refuse_foreign_tokenizer(text.tokenizer, spec)
-    parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress, as_stored=as_stored)
+    parameters = load_parameters(checkpoint, spec, dtype=dtype, device=device, progress=progress, forms=forms)
     return LoadedModel(
         name=resolved.name,
         spec=spec,
@@ -69,20 +73,9 @@ def load_model(
     )
 
 
-def _rounded(spec: DecoderSpec, dtype: torch.dtype) -> DecoderSpec:
-    """Models multiply embeddings by a scale rounded to what they compute in."""
-    return replace(spec, embedding_scale=torch.tensor(spec.embedding_scale, dtype=dtype).item())
-
-
-def _text_of(checkpoint: Checkpoint) -> ModelText:
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return text_of_gguf(checkpoint.file)
-    return text_of_directory(checkpoint.path, checkpoint.config)
-
-
 def _refuse_foreign_tokenizer(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
     if tokenizer.base_vocab_size > spec.vocab_size:
         raise ModelError(
             f"{tokenizer.source} has token ids up to {tokenizer.base_vocab_size - 1}, but the model embeds only "
-            f"{spec.vocab_size} tokens: they do not belong together"
+            f"{spec.vocab_size} tokens; use the tokenizer that belongs to the model"
         )

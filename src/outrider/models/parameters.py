@@ -1,50 +1,81 @@
-"""A decoder's tensors, as they lie in memory: fused where one product serves several names."""
+"""A decoder's tensors in memory. Matrices that multiply the same rows are fused into one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from outrider.models.packed import PackedMatrix, stacked_packed
 
-Matrix = Tensor | PackedMatrix
+class StoredMatrix(ABC):
+    """A matrix in a backend-specific form, such as packed blocks: see `weight_forms`."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers that the matrix stands for."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, where: slice | Tensor) -> StoredMatrix:
+        """Returns some rows of the matrix."""
+
+    @abstractmethod
+    def expand(self) -> Tensor:
+        """Returns the whole matrix as a tensor."""
+
+    @abstractmethod
+    def stacked_on(self, below: Sequence[StoredMatrix]) -> StoredMatrix:
+        """Returns this matrix with others of the same form below it."""
+
+
+Matrix = Tensor | StoredMatrix
 
 
 def plain(matrix: Matrix) -> Tensor:
-    """A matrix that is known to be written out."""
-    assert isinstance(matrix, Tensor), "this matrix is packed"
+    """Returns a matrix that is known to be a tensor."""
+    assert isinstance(matrix, Tensor), "this matrix is in a backend-specific form"
     return matrix
 
 
 def rows_of(matrix: Matrix, where: slice | Tensor) -> Matrix:
-    if isinstance(matrix, PackedMatrix):
-        return matrix.rows(where)
-    return matrix[where]
+    return matrix[where] if isinstance(matrix, Tensor) else matrix.rows(where)
 
 
 def stacked(matrices: Sequence[Matrix]) -> Matrix:
-    """Matrices of one kind, one below the other."""
-    first = matrices[0]
-    if isinstance(first, PackedMatrix):
-        parts = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
-        assert len(parts) == len(matrices)
-        return stacked_packed(parts)
-    return torch.cat([plain(matrix) for matrix in matrices])
+    """Returns matrices of the same form stacked into one."""
+    first, *below = matrices
+    if isinstance(first, Tensor):
+        return torch.cat([plain(matrix) for matrix in matrices])
+    return first.stacked_on([matrix for matrix in below if isinstance(matrix, StoredMatrix)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Linear:
-    """y = x Wᵀ + b."""
+    """A projection y = x Wᵀ + b."""
 
     weight: Matrix
     """[out, in]"""
     bias: Tensor | None = None
 
     def rows(self, where: slice | Tensor) -> Linear:
-        """Some of its outputs."""
+        """Returns the projection onto some of the outputs."""
         return Linear(weight=rows_of(self.weight, where), bias=None if self.bias is None else self.bias[where])
 
     def mapped(self, change: Callable[[Matrix], Matrix]) -> Linear:
@@ -91,11 +122,12 @@ class DecoderParameters:
     layers: tuple[LayerParameters, ...]
     final_norm: Tensor
     head: Linear
-    """The embedding's own matrix where the head is tied."""
+    """The head; its weight is the embedding matrix itself if the two are tied."""
 
 
 def written_out(parameters: DecoderParameters, dtype: torch.dtype | None = None) -> DecoderParameters:
-    """The same without packed matrices, and all matrices of one type if it is given; what is so already is shared."""
+    """Returns the parameters with every matrix as a tensor, converted to `dtype` if it is given. Tensors that need no
+    conversion are shared."""
 
     def matrix(value: Matrix) -> Tensor:
         whole = value if isinstance(value, Tensor) else value.expand()
@@ -105,7 +137,8 @@ def written_out(parameters: DecoderParameters, dtype: torch.dtype | None = None)
 
 
 def mapped(parameters: DecoderParameters, change: Callable[[Matrix], Matrix]) -> DecoderParameters:
-    """The same with every matrix changed but those of experts, and one that is used twice changed once."""
+    """Returns the parameters with every matrix changed except those of experts. A matrix that is used twice is changed
+    once."""
     done: dict[int, Matrix] = {}
 
     def once(value: Matrix) -> Matrix:

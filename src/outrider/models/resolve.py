@@ -1,4 +1,4 @@
-"""From what a user calls a model to its files: a built-in name, a path, or an id on the Hugging Face hub."""
+"""Finds the files of a model by a built-in name, a path, or an id on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.errors import ModelError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-# Other formats of the same weights.
+# The same weights in other formats.
 HUB_IGNORED = ("*/*", "consolidated*")
 
 MEBIBYTE = 1 << 20
@@ -24,7 +24,7 @@ SAMPLE_BYTES = 16 << 10
 class ModelKind(Enum):
     GGUF = "gguf"
     DIRECTORY = "directory"
-    """As Hugging Face lays it out."""
+    """A directory in the layout of Hugging Face."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +32,12 @@ class ResolvedModel:
     path: Path
     kind: ModelKind
     name: str
-    """For people."""
+    """Name shown to users."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """A model that an installed Python package carries as a file or a directory."""
+    """A model that an installed Python package contains as a file or a directory."""
 
     package: str
     file: str
@@ -64,11 +64,11 @@ PACKAGED = {
 
 
 def resolve_model(name: str, *, what: str = "model") -> ResolvedModel:
-    """A built-in name first, then a path, then the hub. `what` says in messages what is wanted: model or drafter."""
+    """Tries a built-in name, then a path, then the hub. `what`, model or drafter, is used in messages."""
     if name.lower() in PACKAGED:
         return _packaged(name.lower())
     path = Path(name).expanduser()
-    # An empty name would mean the working directory.
+    # An empty path is the working directory.
     if name and path.is_dir():
         return ResolvedModel(path=path, kind=ModelKind.DIRECTORY, name=path.resolve().name)
     if path.is_file():
@@ -78,14 +78,14 @@ def resolve_model(name: str, *, what: str = "model") -> ResolvedModel:
     if HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
         return _from_hub(name)
     raise ModelError(
-        f"{what} {name!r} is not known: it is no directory, no .gguf file and no id of the form owner/model; "
+        f"{what} {name!r} is not known: it is not a directory, a .gguf file or an id of the form owner/model; "
         f"built in: {', '.join(name for name, packaged in PACKAGED.items() if packaged.what == what)}"
     )
 
 
 def _packaged(name: str) -> ResolvedModel:
     model = PACKAGED[name]
-    # Only the file is wanted: importing the package would import whatever it needs to run the model itself.
+    # Find the file without importing the package, which would import its own dependencies.
     found = importlib.util.find_spec(model.package)
     for place in (found.submodule_search_locations or ()) if found is not None else ():
         path = Path(place) / model.file
@@ -97,13 +97,13 @@ def _packaged(name: str) -> ResolvedModel:
 
 
 def packaged_drafter(target: str, method: str) -> str | None:
-    """The name of the drafter that is made for a target; None where there is none."""
+    """Returns the name of the packaged drafter for a target; None if there is none."""
     name = f"{target}-{method}"
     return name if name in PACKAGED else None
 
 
 def is_installed(name: str) -> bool:
-    """Whether a packaged model of this name is there."""
+    """Whether a packaged model of this name is installed."""
     if name not in PACKAGED:
         return False
     try:
@@ -118,7 +118,7 @@ def _from_hub(name: str) -> ResolvedModel:
         import huggingface_hub
     except ImportError:
         raise ModelError(
-            f"{name!r} is no local path, and models by hub id need huggingface_hub: pip install 'outrider[hub]'"
+            f"{name!r} is not a local path, and models by hub id need huggingface_hub: pip install 'outrider[hub]'"
         ) from None
     try:
         path = huggingface_hub.snapshot_download(
@@ -130,20 +130,20 @@ def _from_hub(name: str) -> ResolvedModel:
         # What it raises when there is neither a network nor a copy from an earlier time.
         if type(problem).__name__ == "LocalEntryNotFoundError":
             raise ModelError(
-                f"{name!r} is no local path, and the hub cannot be reached ({reason.split('. ')[0]}); without a "
+                f"{name!r} is not a local path, and the hub cannot be reached ({reason.split('. ')[0]}); without a "
                 "network give the path of a model directory or of a .gguf file"
             ) from None
         raise ModelError(
-            f"{name!r} is no local path, and it cannot be fetched from the hub: {reason}; "
+            f"{name!r} is not a local path, and it cannot be fetched from the hub: {reason}; "
             "give the path of a model directory or of a .gguf file instead"
         ) from None
     return ResolvedModel(path=Path(path), kind=ModelKind.DIRECTORY, name=name)
 
 
 def weights_fingerprint(model: ResolvedModel) -> str:
-    """Names the weights without reading all of them: size, both ends and evenly spread samples of each file.
+    """Returns a hash of the weights from the size, both ends and evenly spread samples of each file.
 
-    It depends on contents only, so that copies on other machines and at other times have the same.
+    It depends on the contents only, so that copies on other machines have the same fingerprint.
     """
     if model.kind is ModelKind.GGUF:
         files = [model.path]

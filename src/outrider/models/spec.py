@@ -1,11 +1,11 @@
-"""What makes one decoder differ from another, as data. Torch-free.
+"""The differences between decoders, as data. Torch-free.
 
-A recipe turns a checkpoint's configuration into a `DecoderSpec`; `models/decoder.py` runs whatever it says.
+A recipe turns a checkpoint's configuration into a `DecoderSpec`, which `models/decoder.py` runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ConfigError
@@ -20,7 +20,7 @@ class Activation(Enum):
 
 
 class RopeScaling(Enum):
-    """How rotary frequencies are stretched for contexts longer than the model was first trained on."""
+    """How rotary frequencies are scaled for contexts longer than those of the first training."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -31,24 +31,26 @@ class RopeScaling(Enum):
 @checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary positions. Halves are rotated against each other (the Hugging Face convention)."""
+    """Rotary position embedding. Element i is paired with element i + rotary_dim / 2 (the Hugging Face convention)."""
 
     theta: float = 10_000.0
     rotary_dim: int
-    """How many leading elements of a head are rotated; an even number."""
+    """Number of leading elements of a head that are rotated; even."""
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
-    """LLAMA3 only, as is the next one."""
+    """LLAMA3 only."""
     high_freq_factor: float = 4.0
+    """LLAMA3 only."""
     beta_fast: float = 32.0
-    """YARN only, as are the next three."""
+    """YARN only."""
     beta_slow: float = 1.0
+    """YARN only."""
     attention_factor: float = 1.0
-    """Cosines and sines are multiplied by it."""
+    """YARN only: factor of cosines and sines."""
     truncate: bool = True
-    """Round YARN's correction range to whole dimensions."""
+    """YARN only: whether the correction range is rounded to whole dimensions."""
 
     def __post_init__(self) -> None:
         whole_number(self.rotary_dim, "rotary_dim", at_least=2)
@@ -65,11 +67,9 @@ class ExpertsSpec:
     per_token: int
     intermediate_size: int
     softmax_first: bool = True
-    """Softmax over all experts, then choose; otherwise choose by logit, then softmax over the chosen."""
+    """Whether softmax is over all experts, before choosing; otherwise it is over the chosen ones."""
     normalise_chosen: bool = True
-    """The chosen experts' weights are scaled to sum to 1 (only with softmax_first)."""
-    router_bias: bool = False
-    bias: bool = False
+    """Whether the chosen experts' weights are scaled to a sum of 1 (only with softmax_first)."""
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "intermediate_size"):
@@ -85,16 +85,16 @@ class LayerSpec:
     """A query at p reads keys p - window + 1 … p; None reads all."""
     rope: RopeSpec
     experts: ExpertsSpec | None = None
-    """None: a dense feed-forward network."""
+    """Mixture of experts; None for a dense feed-forward network."""
 
 
 @checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSpec:
-    """A decoder-only transformer: RMS norms before (and, on request, after) attention and feed-forward."""
+    """A decoder-only transformer with RMS norms before, and optionally after, attention and feed-forward."""
 
     family: str
-    """The recipe's name, for messages only."""
+    """Name of the recipe, for messages only."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -106,17 +106,17 @@ class DecoderSpec:
     norm_eps: float = 1e-5
     activation: Activation = Activation.SILU
     qk_norm: bool = False
-    """RMS norm over each head of queries and keys, before rotation."""
+    """Whether each head of queries and keys has an RMS norm, before rotation."""
     post_norms: bool = False
-    """A norm after attention and after feed-forward, before each is added to the residual."""
+    """Whether the outputs of attention and feed-forward have a norm before they are added to the residual."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     sinks: bool = False
-    """One learned logit per head that takes part in the softmax and brings no value."""
+    """Whether there are attention sinks: a learned logit per head that takes part in the softmax without a value."""
     tied_head: bool = False
-    query_scale: float = field(default=0.0)
-    """Scores are multiplied by it; 0 means head_dim ** -0.5."""
+    query_scale: float = 0.0
+    """Factor of the attention scores; 0 means head_dim ** -0.5."""
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -127,7 +127,7 @@ class DecoderSpec:
         if not self.layers:
             raise ConfigError("a decoder needs at least one layer")
         if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
+            raise ConfigError(f"{self.heads} query heads must be a multiple of {self.kv_heads} key/value heads")
         for number, layer in enumerate(self.layers):
             if layer.window is not None:
                 whole_number(layer.window, f"layer {number}: window", at_least=1)

@@ -19,7 +19,7 @@ SPECIAL_TOKENS = ("bos", "eos", "unk", "pad")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """How its makers would have the model sampled; None where they say nothing."""
+    """Sampling settings that the model's makers recommend; None for those that they leave open."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -28,7 +28,7 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
-# What GGUF calls them.
+# Names of the fields in GGUF.
 GGUF_SAMPLING = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -50,13 +50,13 @@ def text_of_gguf(file: GGUFFile) -> ModelText:
     source, metadata = str(file.path), file.metadata
     tokenizer = tokenizer_from_gguf(metadata, source)
     variables = {}
-    for name, theirs in GGUF_SPECIAL.items():
-        number = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+    for name, gguf_name in GGUF_SPECIAL.items():
+        number = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
         token = tokenizer.token(number) if number is not None else None
         if token is not None:
             variables[f"{name}_token"] = token
     template = metadata.get("tokenizer.chat_template")
-    sampling = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in GGUF_SAMPLING.items()}
+    sampling = {name: metadata.get(f"general.sampling.{gguf_name}") for name, gguf_name in GGUF_SAMPLING.items()}
     return ModelText(
         tokenizer=tokenizer,
         chat_template=ChatTemplate(template, source=source, variables=variables) if template else None,
@@ -69,7 +69,7 @@ def text_of_directory(directory: Path, config: Mapping[str, Any]) -> ModelText:
     special = {f"{name}_token": _content(settings.get(f"{name}_token")) for name in SPECIAL_TOKENS}
     variables = {name: token for name, token in special.items() if token is not None}
     generation = _read_optional(directory / "generation_config.json")
-    # Where the file is there, it has the last word: that is what Hugging Face generates by.
+    # generation_config.json takes precedence, as it does in Hugging Face.
     ids = _ids(generation.get("eos_token_id") if generation else config.get("eos_token_id"), directory)
     tokenizer = tokenizer_from_file(
         directory / "tokenizer.json",
@@ -108,7 +108,7 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token is given as its text, or as an object around it."""
+    """Returns the text of a special token, which is given as text or as an object that contains it."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 

@@ -16,28 +16,28 @@ from outrider.errors import ModelError, RequestError
 
 
 class Decoding(Enum):
-    """How tokens become text; a stream must follow it token by token."""
+    """How tokens become text, which streaming must follow token by token."""
 
     BYTE_LEVEL = "byte_level"
-    """Each token is bytes, spelt with one printable character per byte; the bytes together are UTF-8."""
+    """Each token is bytes, spelt with one printable character per byte; concatenated they are UTF-8."""
     PIECES = "pieces"
     """Each token is text with ▁ for spaces, or one raw byte <0xNN>."""
     PIECES_STRIPPED = "pieces_stripped"
-    """The same, less one space at the very beginning."""
+    """PIECES without one space at the very beginning of the text."""
 
 
 class Tokenizer:
-    """Special tokens written out in a text are recognised as such, as Hugging Face does by default."""
+    """A tokenizer. Special tokens written out in a text are recognised as such, as Hugging Face does by default."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, source: str, bos_id: int | None = None, eos_ids: Iterable[int] = ()
     ) -> None:
-        # Files may carry the settings of whatever they were last used for.
+        # Files may contain truncation and padding settings from earlier use.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._tokens: dict[int, str] = {}
-        """Those that were asked for."""
+        """Tokens that have been looked up, by id."""
         self.source = source
         self.bos_id = bos_id
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
@@ -46,22 +46,22 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. The beginning-of-text token is added where the model expects it, unless told not to.
+        """Returns token ids, with the beginning-of-text token if the model expects it and `add_special_tokens` is set.
 
-        A text that a chat template has rendered carries its special tokens already: add none to it.
+        Text rendered by a chat template already contains its special tokens: add none to it.
         """
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeError, TypeError):
-            # The library takes nothing that has no UTF-8 form, such as half of a surrogate pair out of JSON.
-            raise RequestError("the prompt is no valid Unicode text; remove unpaired surrogates from it") from None
+            # The library refuses text without a UTF-8 form, such as half of a surrogate pair from JSON.
+            raise RequestError("the prompt is not valid Unicode text; remove unpaired surrogates from it") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary spells it; None for an id that stands for nothing."""
-        # A step that has sent all weights through the caches finds a dictionary sooner than the library's tables.
+        """Returns a token as the vocabulary spells it; None for an unused id."""
+        # After a step, whose weights have filled the CPU caches, a dictionary is faster than the library's tables.
         token = self._tokens.get(token_id)
         if token is None:
             token = self._backend.id_to_token(token_id)
@@ -73,7 +73,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def to_json(self) -> str:
-        """From which `tokenizer_from_json` makes an equal one in another process."""
+        """Returns text from which `tokenizer_from_json` makes an equal tokenizer, for instance in another process."""
         return str(self._backend.to_str())
 
     @cached_property
@@ -82,17 +82,17 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One past the largest id; the model's own vocabulary may be padded beyond it."""
+        """Largest id plus one; the model's own vocabulary may be padded beyond it."""
         return max(self.vocabulary.values(), default=-1) + 1
 
     @cached_property
     def base_vocab_size(self) -> int:
-        """The same without added tokens, which some models have but do not embed."""
+        """Vocabulary size without added tokens, which some models have but do not embed."""
         return max(self._backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for tokenizers with the same tokens, ids and merges, whatever file they came from."""
+        """Hash of tokens, ids and merges: equal for equal tokenizers from different files."""
         merges = json.loads(self._backend.to_str())["model"].get("merges", [])
         pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
         vocabulary = sorted(self.vocabulary.items(), key=lambda item: (item[1], item[0]))
@@ -100,9 +100,9 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: Tokenizer) -> str | None:
-        """Why token ids of the two do not mean the same, or None if they do.
+        """Returns why the token ids of the two tokenizers differ in meaning, or None if they agree.
 
-        Only ids that both know can contradict each other: vocabularies may be padded to different sizes.
+        Only ids that both have are compared: vocabularies may be padded to different sizes.
         """
         if self.fingerprint == other.fingerprint:
             return None
@@ -136,23 +136,23 @@ def _replaces_spaces(step: dict[str, Any]) -> bool:
 
 
 def tokenizer_from_json(text: str, *, source: str, bos_id: int | None, eos_ids: Iterable[int]) -> Tokenizer:
-    """From what `Tokenizer.to_json` wrote."""
+    """Makes a tokenizer from the text that `Tokenizer.to_json` returned."""
     return Tokenizer(tokenizers.Tokenizer.from_str(text), source=source, bos_id=bos_id, eos_ids=eos_ids)
 
 
 def tokenizer_from_file(
     path: Path, *, bos_token: str | None = None, eos_token: str | None = None, eos_ids: Iterable[int] = ()
 ) -> Tokenizer:
-    """From a tokenizer.json. The text ends at any of `eos_ids` and at `eos_token`."""
+    """Reads a tokenizer.json. Texts end at any of `eos_ids` and at `eos_token`."""
     if not path.is_file():
         hint = ""
         if (path.parent / "tokenizer.model").is_file():
             hint = "; save the model's AutoTokenizer with transformers to get it from tokenizer.model"
-        raise ModelError(f"{path} is missing; a model directory needs it beside its weights{hint}")
+        raise ModelError(f"{path} is missing; a model directory needs it next to the weights{hint}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises plain Exception
-        raise ModelError(f"{path} is no tokenizer that can be read: {problem}") from None
+        raise ModelError(f"{path} is not a readable tokenizer: {problem}") from None
     bos_id = backend.token_to_id(bos_token) if bos_token is not None else None
     eos_id = backend.token_to_id(eos_token) if eos_token is not None else None
     ends = [*eos_ids, *([] if eos_id is None else [eos_id])]

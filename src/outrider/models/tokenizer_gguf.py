@@ -1,4 +1,4 @@
-"""A tokenizer from the metadata of a GGUF file, which has vocabulary and merges but names the rest."""
+"""A tokenizer from the metadata of a GGUF file, which stores vocabulary and merges and only names the rest."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreTokenizer:
-    """What `tokenizer.ggml.pre` stands for: how text is cut into words before merging."""
+    """The meaning of a `tokenizer.ggml.pre`: how text is split into words before merging."""
 
     words: str | None = None
-    """A pattern; None takes GPT-2's, which the library knows."""
+    """Pattern of a word; None for GPT-2's, which the library has built in."""
     single_digits: bool = False
     compose: bool = False
-    """Unicode normalisation to NFC first."""
+    """Whether text is normalised to NFC first."""
     whole_words_first: bool = False
-    """A word that is a token is not merged from its bytes."""
+    """Whether a word that is itself a token is used without merging."""
     adds_bos: bool = False
-    """Unless the file says otherwise."""
+    """Whether a beginning-of-text token is added if the file does not say."""
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         steps: list[pre_tokenizers.PreTokenizer] = []
@@ -69,14 +69,14 @@ PRE_TOKENIZERS = {
 class Built(NamedTuple):
     backend: tokenizers.Tokenizer
     adds_bos: bool
-    """Unless the file says otherwise."""
+    """Whether a beginning-of-text token is added if the file does not say."""
     rewritten: bool
-    """Tokens that a user has defined are looked for in the text with spaces rewritten, not as it came: three spaces
-    are one token, whether they are written as spaces or as ▁."""
+    """Whether user-defined tokens are matched after spaces were rewritten: three spaces are then one token, written as
+    spaces or as ▁."""
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
-    """Raises ModelError where the metadata is incomplete or of a kind that is not supported."""
+    """Makes the tokenizer; raises ModelError if the metadata is incomplete or of an unsupported kind."""
     model = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentence_pieces}
     if model not in builders:
@@ -115,7 +115,7 @@ def _special(metadata: Mapping[str, Any], tokens: list[str], name: str, source: 
 
 
 def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
-    # Unused entries only pad the embedding to a round size: they stand for nothing.
+    # Unused entries only pad the embedding to a round size.
     return {token: number for number, token in enumerate(tokens) if types[number] != TokenType.UNUSED}
 
 
@@ -133,7 +133,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
         raise ModelError(
-            f"{source}: pre-tokenizer {name!r} is not supported, and another one would cut words differently; "
+            f"{source}: pre-tokenizer {name!r} is not supported, and another one would split words differently; "
             f"supported: {', '.join(PRE_TOKENIZERS)}"
         )
     pre = PRE_TOKENIZERS[name]
@@ -164,18 +164,18 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: list
         decode.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(replace)
     backend.decoder = decoders.Sequence(decode)
-    # A symbol would get a space of its own in front.
+    # With a prefix, a user-defined token would get a space before it.
     return Built(backend, True, not prefixed)
 
 
 def _merges_by_score(plain: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair that gives the best-scored piece: as a list of merges, best first.
+    """Returns the merges that correspond to SentencePiece's scores, best first.
 
-    Pairs that give the same piece are as good as each other. They are put in the order in which Hugging Face has
-    them: by score, by length of the left part, by length of the right one, the longest first, then by number.
+    SentencePiece merges the pair that gives the best-scored piece. Ties are ordered as Hugging Face does: by length
+    of the left part, then of the right part, the longest first, then by token id.
     """
     found: list[tuple[float, int, int, int, int, str, str]] = []
-    # A quarter of a million tokens are cut in every place: this is where the time goes.
+    # This loop splits a quarter of a million tokens at every place and takes most of the time.
     for token, number in plain.items():
         score = -scores[number]
         for cut in range(1, len(token)):

@@ -1,6 +1,6 @@
-"""What changes logits before temperature: masks, min_tokens, logit_bias and the three penalties.
+"""Edits of logits before temperature: masks, min_tokens, logit_bias and the three penalties.
 
-Each kind is applied to all rows that want it at once. The loops below only collect row numbers and token ids.
+Each kind of edit is applied to all of its rows at once. The loops below only collect row numbers and token ids.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from outrider.runner.request_sampling import SampleRow
 
-# Beyond these a logit of ordinary size would leave the range of float32.
+# Factors beyond these would take a logit of ordinary size out of the range of float32.
 MILDEST, HARSHEST = 1e-30, 1e30
 
 
 def edit(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Change `logits` ([rows, vocab], float32) in place."""
+    """Changes `logits` (float32 [rows, vocab]) in place."""
     _forbid(logits, [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None])
     _forbid(logits, [(i, row.state.allowed) for i, row in enumerate(rows) if row.state.allowed is not None])
     suppressed = [(i, token) for i, row in enumerate(rows) if row.suppresses for token in row.state.suppressed]
@@ -27,7 +27,7 @@ def edit(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     biased = [(i, token, value) for i, row in enumerate(rows) for token, value in row.state.bias]
     if biased:
         where = _index([(i, token) for i, token, _ in biased], logits.device)
-        logits[where] += _column([value for *_, value in biased], logits.device)
+        logits[where] += torch.tensor([value for *_, value in biased], dtype=torch.float32, device=logits.device)
     _penalise(logits, rows)
 
 
@@ -38,7 +38,7 @@ def _forbid(logits: Tensor, masks: list[tuple[int, Tensor]]) -> None:
 
 
 def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Only at tokens that a penalty concerns: those of the prompt and the output."""
+    """Applies penalties to the tokens that they concern: those of the prompt and the output."""
     tokens, counts, numbers, lengths, factors = [], [], [], [], []
     for i, row in enumerate(rows):
         if row.state.history is not None:
@@ -66,7 +66,3 @@ def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> None:
 def _index(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     both = torch.tensor(pairs, dtype=torch.int64, device=device)
     return both[:, 0], both[:, 1]
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)

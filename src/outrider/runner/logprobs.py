@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 64
-"""Bounds the memory for a long prompt."""
+"""Number of rows that are processed at once, which bounds the memory for a long prompt."""
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely one token was, and which were the most likely ones."""
+    """The log-probability of one token, and the most likely tokens at its position."""
 
     token: int
     logprob: float
     rank: int
-    """1 for the most likely token; equal ones are ranked by id."""
+    """The rank of the token: 1 for the most likely one. Equally likely tokens are ranked by id."""
     top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), most likely first; as many as were asked for."""
+    """(token id, log-probability) of the most likely tokens, as many as the request asked for."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of `logits` (float32): its token, with `counts` alternatives.
+    """Returns the log-probabilities of each row's token and of `counts` alternatives, from float32 logits.
 
     For prompt log-probabilities the rows are those of positions [0, T - 1) and the tokens those of [1, T).
     """
@@ -55,9 +55,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 
 def ranks(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The chosen tokens' ranks, and the `width` best tokens: [rows], [rows, width].
+    """Returns the ranks of the chosen tokens and the `width` best tokens: [rows], [rows, width].
 
-    By logits, not log-probabilities: rounding makes some of those equal.
+    Tokens are ranked by logits: rounding makes some log-probabilities equal.
     """
     level = logits.gather(-1, chosen)
     ids = torch.arange(logits.shape[-1], device=logits.device)
@@ -66,7 +66,7 @@ def ranks(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def ranks_on_cpu(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The same, without passes over 64-bit copies of everything."""
+    """Returns the same as `ranks`, without 64-bit copies of all logits."""
     own = torch.empty(len(logits), dtype=torch.int64)
     best = torch.empty(len(logits), width, dtype=torch.int64)
     for i, (row, token) in enumerate(zip(logits.numpy(), chosen[:, 0].tolist(), strict=True)):
@@ -80,7 +80,7 @@ def ranks_on_cpu(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Te
 
 
 def _ranking(logits: Tensor, ids: Tensor) -> Tensor:
-    """int64 that order tokens by logit and equal ones by id, all different: `topk` alone leaves ties open."""
+    """Returns distinct int64 numbers that order tokens by logit and then by id: `topk` alone leaves ties open."""
     bits = (logits + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: -0 and 0 are equal but differ in their bits
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered << 32) - ids

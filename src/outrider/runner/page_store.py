@@ -1,11 +1,11 @@
-"""The bytes of the KV cache: one tensor per arena, seen through the groups that share it.
+"""The memory of the KV cache: one tensor per arena, with views for the groups that share it.
 
 A page of a group holds all of the group's layers:
 
     [layer][key, value][kv head][slot][head_dim]
 
 so that one page number serves every layer, and the keys of one head in one page lie side by side. Groups that share
-an arena have pages of equal bytes and different lengths; what a group leaves unused is at the end.
+an arena have pages of equal bytes and different lengths; the unused bytes of a page are at its end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from outrider.backends.attention import PagedKV
+from outrider.backends.base import Backend
 from outrider.errors import ConfigError
 from outrider.kv.layout import KVLayout
 from outrider.kv.plan import PageCopy
-from outrider.layers.attention import PagedKV
 from outrider.models.kv_groups import LayerGroups
-from outrider.models.weights.memory import zeros
 
 
 class PageStore:
@@ -32,16 +32,15 @@ class PageStore:
         owners: tuple[LayerGroups, ...],
         *,
         dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
     ) -> None:
         """`owners`: the target, then the drafter if it has groups, in the layout's order."""
         self._arenas = [
-            _arena(pages, page_bytes // dtype.itemsize, dtype=dtype, device=device)
+            _arena(pages, page_bytes // dtype.itemsize, dtype=dtype, backend=backend)
             for pages, page_bytes in zip(arena_pages, layout.arena_page_bytes, strict=True)
         ]
-        self._layout = layout
         self._groups: list[Tensor] = []
-        """Per group: [pages, layers, 2, kv_heads, page_tokens, head_dim]."""
+        """The pages of each group: [pages, layers, 2, kv_heads, page_tokens, head_dim]."""
         for owner in owners:
             for spec, layers in zip(owner.specs, owner.layers_in, strict=True):
                 arena = self._arenas[layout.arena_of[len(self._groups)]]
@@ -49,7 +48,7 @@ class PageStore:
                 self._groups.append(arena[:, : prod(shape)].view(arena.shape[0], *shape))
 
     def layers(self, owner: LayerGroups, first_group: int) -> tuple[PagedKV, ...]:
-        """Each layer's keys and values, for a decoder whose groups start at `first_group`."""
+        """Returns each layer's keys and values, for a decoder whose groups start at `first_group`."""
         views = []
         for group, place in owner.place:
             pages = self._groups[first_group + group]
@@ -63,7 +62,7 @@ class PageStore:
             pages[copy.destination, ..., span, :] = pages[copy.source, ..., span, :]
 
     def page_bytes(self, group: int, page: int) -> bytes:
-        """A page's content, for a checksum."""
+        """Returns a page's content, for a checksum."""
         tensor = self._groups[group][page].contiguous().cpu()
         return tensor.view(torch.uint8).numpy().tobytes()
 
@@ -72,12 +71,13 @@ class PageStore:
         return sum(arena.numel() * arena.element_size() for arena in self._arenas)
 
 
-def _arena(pages: int, page_items: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: what a padded row reads from the sink is masked, but NaN times nothing is NaN."""
+def _arena(pages: int, page_items: int, *, dtype: torch.dtype, backend: Backend) -> Tensor:
+    """Returns zeroed pages. The reference backend gathers slots past a row's last key and masks them, and NaN times 0
+    is NaN."""
     try:
-        return zeros((pages, page_items), dtype, device)
+        return backend.zeros((pages, page_items), dtype)
     except (OSError, torch.OutOfMemoryError):
         raise ConfigError(
-            f"{pages:,} pages of {page_items * dtype.itemsize:,} bytes for KV are more than {device} has left; lower "
-            "kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
+            f"{pages:,} pages of {page_items * dtype.itemsize:,} bytes for KV are more than {backend.device} has left; "
+            "lower kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
         ) from None

@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.errors import RequestError
-from outrider.kernels.portable import fork_seed
-from outrider.matching.matcher import Matcher
+from outrider.backends.keyed_noise import fork_seed
 from outrider.sampling import SamplingParams
+from outrider.structured.matcher import Matcher
 
 
 class TokenCounts:
@@ -57,8 +56,8 @@ class TokenCounts:
 class RequestSampling:
     """One continuation of a request. A new token costs the same however many there are.
 
-    `seed` overrides the one in `params`: whoever resumes a request elsewhere passes the seed it had. `output`
-    are tokens that count as generated already; they are not part of `prompt`.
+    `seed` overrides the one in `params`, so that a request can be resumed elsewhere with the seed it had. `output` are
+    tokens that count as generated already; they are not part of `prompt`.
     """
 
     def __init__(
@@ -76,12 +75,10 @@ class RequestSampling:
     ) -> None:
         params.check_vocabulary(vocab_size)
         self.params = params
-        self.vocab_size = vocab_size
-        self.device = torch.device(device)
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64) - (1 << 63)
         self.request_seed = seed
-        """Of the request, shared by its forks."""
+        """The request's own seed, which its forks share."""
         self.seed = fork_seed(seed, fork)
         self.generated = 0
         self.greedy = params.greedy
@@ -92,15 +89,14 @@ class RequestSampling:
         self.allowed: Tensor | None = None
         """bool [vocab]"""
         if params.allowed_token_ids is not None:
-            self.allowed = torch.zeros(vocab_size, dtype=torch.bool, device=self.device)
-            self.allowed[torch.tensor(params.allowed_token_ids, device=self.device)] = True
+            self.allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.allowed[torch.tensor(params.allowed_token_ids, device=device)] = True
         self.matcher = matcher
-        """Where the output has a form: what may come next."""
+        """The state of this continuation in its grammar, where it has one."""
         self.history: TokenCounts | None = None
         if params.penalises:
             self.history = TokenCounts()
             if params.repetition_penalty != 1.0:  # the other two do not look at the prompt
-                self._check(prompt)
                 self.history.add(prompt, 0.0)
         self.edits = self.history is not None or self.allowed is not None or bool(self.bias)
         """Are the logits changed at every row?"""
@@ -109,12 +105,11 @@ class RequestSampling:
         self.append(output)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Notes that these tokens were committed."""
         self.generated += len(tokens)
         if self.matcher is not None:
             self.matcher.accept(tokens)
         if self.history is not None:
-            self._check(tokens)
             self.history.add(tokens, 1.0)
 
     def fork(self, number: int) -> RequestSampling:
@@ -136,18 +131,13 @@ class RequestSampling:
         mask = None if self.matcher is None else self.matcher.mask_after(assumed)
         return SampleRow(self, position, assumed, mask)
 
-    def _check(self, tokens: Sequence[int]) -> None:
-        # An index out of range ends the whole process on CUDA.
-        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
-            raise RequestError(f"every token id must be from 0 to {self.vocab_size - 1}, the model's vocabulary")
-
 
 class SampleRow(NamedTuple):
     """One distribution to sample from."""
 
     state: RequestSampling
     position: int
-    """Of the token being sampled."""
+    """Position of the token that is sampled."""
     assumed: tuple[int, ...] = ()
     """Drafts between the committed tokens and this row."""
     mask: Tensor | None = None

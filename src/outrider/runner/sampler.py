@@ -1,6 +1,6 @@
-"""The sampler: logits and the requests' settings in, tokens out. A pure function of each row.
+"""The sampler: it chooses tokens from logits and the requests' settings, as a pure function of each row.
 
-In vLLM's order:
+The order of the settings is vLLM's:
 
     mask, allowed_token_ids      all other tokens become impossible
     min_tokens                   until reached, end-of-text and stop tokens become impossible
@@ -8,11 +8,11 @@ In vLLM's order:
     repetition_penalty           tokens of prompt and output: positive logits divided by it, others multiplied
     frequency_penalty            subtracted once for each time the token is in the output
     presence_penalty             subtracted once if the token is in the output
-    temperature 0                the largest logit; the lowest id of equal ones
+    temperature 0                the largest logit; the lowest id among equal logits
     otherwise                    temperature, min_p, top_k, top_p and the draw: see `draw`
 
-"Output" is what was committed and what the row assumes, so a row that verifies a draft sees exactly what it
-would see if that draft had been committed. The noise is keyed by (seed, position): see `noise`.
+The output consists of the committed tokens and those that the row assumes, so a row that verifies a draft gets the
+settings that it would get if that draft had been committed. The noise is keyed by (seed, position): see `keyed_noise`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.errors import RequestError
-from outrider.kernels.portable import row_key
-from outrider.layers.ops import Greatest
-from outrider.runner.draw import DrawSettings, draw, draw_compiled, draw_fused
+from outrider.backends.base import Argmax, Backend
+from outrider.backends.drawing import DrawSettings
+from outrider.backends.keyed_noise import row_key
+from outrider.errors import ModelError, OutriderError, RequestError
 from outrider.runner.edits import edit
 from outrider.runner.logprobs import TokenLogprobs, token_logprobs
 from outrider.runner.request_sampling import RequestSampling, SampleRow
@@ -35,42 +35,41 @@ from outrider.runner.request_sampling import RequestSampling, SampleRow
 __all__ = ["FAILED", "RequestSampling", "SampleRow", "Sampled", "Sampler", "TokenLogprobs", "token_logprobs"]
 
 FAILED = -1
-"""Stands for the token of a row that could not be sampled; `Sampled.failed` says why."""
+"""The token of a row that could not be sampled; `Sampled.failed` has the reason."""
 
 
 class Sampled(NamedTuple):
     tokens: list[int]
-    """One for each row; FAILED where there is none."""
+    """The token of each row; FAILED if it could not be sampled."""
     logprobs: list[TokenLogprobs | None]
-    """For rows whose request asked."""
-    failed: dict[int, RequestError]
-    """By row. A row behind a rejected draft says nothing about its request: a failure counts where FAILED would
-    be committed."""
+    """The log-probabilities of each row whose request asked for them, else None."""
+    failed: dict[int, OutriderError]
+    """Why a row could not be sampled, by row. A row behind a rejected draft says nothing about its request: a failure
+    counts where FAILED would be committed."""
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, vocab_size: int, backend: Backend) -> None:
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self._draw = {"cpu": draw_compiled, "cuda": draw_fused}.get(self.device.type, draw)
+        self.device = backend.device
+        self._backend = backend
 
     def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True, found: Greatest | None = None
+        self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True, argmax: Argmax | None = None
     ) -> Sampled:
-        """`logits` is float32 [rows, vocab] and is left as it is. Without `logprobs` nobody gets those asked for.
-        `found`: the largest of each row, where somebody has looked already."""
-        if found is None:
-            assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
-            if not rows:
-                return Sampled(tokens=[], logprobs=[], failed={})
-            tokens, values = largest(logits)
-        else:
-            tokens, values = found.read()
-            assert len(tokens) == len(rows)
-            if all(row.state.plain for row in rows) and all(map(math.isfinite, values)):
-                return Sampled(tokens, [None] * len(rows), {})
-        # A broken row is seen before a mask can hide what is broken.
-        failed = {i: _broken(value) for i, value in enumerate(values) if not math.isfinite(value)}
+        """Chooses a token for each row of float32 logits [rows, vocabulary], which are left as they are. Without
+        `logprobs`, log-probabilities are left out even where a request asked for them. `argmax`: the argmax of
+        the logits, if it is known already."""
+        if not rows:
+            return Sampled(tokens=[], logprobs=[], failed={})
+        assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
+        tokens, values = (argmax or self._backend.argmax(logits)).read()
+        if all(row.state.plain for row in rows) and all(map(math.isfinite, values)):
+            return Sampled(tokens, [None] * len(rows), {})
+        # Checked before a mask can hide a logit that is not finite.
+        failed: dict[int, OutriderError] = {
+            i: _broken(value) for i, value in enumerate(values) if not math.isfinite(value)
+        }
         changed = [i for i, row in enumerate(rows) if i not in failed and (not row.state.greedy or row.edited)]
         if changed:
             self._process(logits, rows, changed, tokens, failed)
@@ -87,9 +86,9 @@ class Sampler:
         rows: Sequence[SampleRow],
         where: list[int],
         tokens: list[int],
-        failed: dict[int, RequestError],
+        failed: dict[int, OutriderError],
     ) -> None:
-        """Choose again at the rows `where`, whose token is not simply that of the largest logit."""
+        """Chooses the tokens of the rows `where`, whose token need not be that of the largest logit."""
         edited = [i for i in where if rows[i].edited]
         work = logits
         at = {i: i for i in where}
@@ -98,17 +97,14 @@ class Sampler:
             work = logits[torch.tensor(where, device=self.device)]
             at = {i: j for j, i in enumerate(where)}
             edit(work, [rows[i] for i in where])
-            again, values = largest(work)
+            again, values = self._backend.argmax(work).read()
             for i in edited:
                 tokens[i] = again[at[i]]
                 if values[at[i]] == -math.inf:
-                    failed[i] = RequestError(
-                        "no token may be chosen here: the mask, allowed_token_ids and min_tokens together rule out "
-                        "all of them; allow more tokens or lower min_tokens"
-                    )
+                    failed[i] = _nothing_allowed(rows[i])
         drawn = [i for i in where if not rows[i].state.greedy and i not in failed]
         if drawn:
-            found = self._draw(_take(work, [at[i] for i in drawn]), self._settings([rows[i] for i in drawn]))
+            found = self._backend.draw(_take(work, [at[i] for i in drawn]), self._settings([rows[i] for i in drawn]))
             for i, token in zip(drawn, found.tolist(), strict=True):
                 tokens[i] = token
 
@@ -133,22 +129,19 @@ def _take(logits: Tensor, where: list[int]) -> Tensor:
     return logits[torch.tensor(where, device=logits.device)]
 
 
-def largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The lowest id of each row's largest logit, and that logit; NaN is larger than any number."""
-    if logits.device.type == "cpu":
-        # Ten times as fast as torch's.
-        array = logits.numpy()
-        best = array.argmax(axis=-1)
-        return (ids := best.tolist()), [float(row[token]) for row, token in zip(array, ids, strict=True)]
-    ids = logits.argmax(dim=-1, keepdim=True)
-    # Together, to wait for the device once.
-    pairs = torch.cat([ids.to(torch.float64), logits.gather(-1, ids).to(torch.float64)], dim=-1).tolist()
-    return [int(token) for token, _ in pairs], [value for _, value in pairs]
-
-
-def _broken(value: float) -> RequestError:
-    what = "no finite logit" if value == -math.inf else f"a logit of {value}"
+def _nothing_allowed(row: SampleRow) -> RequestError:
+    matcher = row.state.matcher
+    if matcher is not None and matcher.problem is not None:
+        return RequestError(f"no token may be chosen here: {matcher.problem}")
     return RequestError(
+        "no token may be chosen here: the grammar, allowed_token_ids and min_tokens together rule out all of them; "
+        "allow more tokens or lower min_tokens"
+    )
+
+
+def _broken(value: float) -> ModelError:
+    what = "no finite logit" if value == -math.inf else f"a logit of {value}"
+    return ModelError(
         f"the model returned {what}, so no token can be chosen; check the weights and the dtype of this model"
     )
 

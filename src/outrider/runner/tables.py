@@ -1,4 +1,4 @@
-"""Page tables as arrays: one line per sequence and group, kept up to date from plans."""
+"""Block tables as arrays: one row per sequence and group, kept up to date from plans."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from outrider.kv.layout import KVLayout
-from outrider.kv.plan import KVPlan
+from outrider.kv.plan import PageAssignment
 
 Int32Array = npt.NDArray[np.int32]
 
 
-class TableLines:
-    """Lines are given to sequences as plans first mention them, and taken back when plans forget them."""
+class BlockTables:
+    """Sequences get a table row when a plan first assigns pages to them, and lose it when a plan forgets them."""
 
     def __init__(self, layout: KVLayout, *, max_model_len: int, device: torch.device) -> None:
         self._layout = layout
@@ -23,68 +23,76 @@ class TableLines:
         self._widths = [-(-max_model_len // spec.page_tokens) + 1 for spec in layout.groups]
         self._arrays: list[Int32Array] = [np.zeros((0, width), np.int32) for width in self._widths]
         self.lows: Int32Array = np.zeros((0, len(layout.groups)), np.int32)
-        self._note_views()
-        self._line_of: dict[str, int] = {}
+        """[table rows, groups]: the first position of each sequence that may be read in each group."""
+        self._make_views()
+        self._row_of: dict[str, int] = {}
         self._unused: list[int] = []
         self._changed = True
         self._tensors: list[Tensor] = []
 
-    def apply(self, plan: KVPlan) -> None:
-        for sequence in plan.forgotten:
-            line = self._line_of.pop(sequence, None)
-            if line is not None:
-                self._unused.append(line)
-        for change in plan.assignments:
-            line = self._line_of.get(change.sequence, -1)
-            if line < 0:
-                line = self._new_line(change.sequence)
-            stop = change.first_page + len(change.pages)
-            row = self._arrays[change.group][line]
-            row[change.first_page : stop] = change.pages
-            row[stop:] = 0
-            self.lows[line, change.group] = change.low
-            self._changed = True
+    # ---- changes, from KVPlan.apply_to ---------------------------------------------------------------
 
-    def _new_line(self, sequence: str) -> int:
+    def drop(self, sequence: str) -> None:
+        table_row = self._row_of.pop(sequence, None)
+        if table_row is not None:
+            self._unused.append(table_row)
+
+    def assign(self, change: PageAssignment) -> None:
+        table_row = self._row_of.get(change.sequence, -1)
+        if table_row < 0:
+            table_row = self._new_row(change.sequence)
+        stop = change.first_page + len(change.pages)
+        pages = self._arrays[change.group][table_row]
+        pages[change.first_page : stop] = change.pages
+        pages[stop:] = 0
+        self.lows[table_row, change.group] = change.low
+        self._changed = True
+
+    def _new_row(self, sequence: str) -> int:
         if not self._unused:
             self._grow()
-        line = self._line_of[sequence] = self._unused.pop()
+        table_row = self._row_of[sequence] = self._unused.pop()
         for array in self._arrays:
-            array[line] = 0
-        self.lows[line] = 0
-        return line
+            array[table_row] = 0
+        self.lows[table_row] = 0
+        return table_row
 
     def _grow(self) -> None:
         have = len(self.lows)
         more = max(16, have)
         self._arrays = [np.concatenate([a, np.zeros((more, a.shape[1]), np.int32)]) for a in self._arrays]
         self.lows = np.concatenate([self.lows, np.zeros((more, self.lows.shape[1]), np.int32)])
-        self._note_views()
+        self._make_views()
         self._unused = list(range(have + more - 1, have - 1, -1))
         self._changed = True
         self._tensors = []
 
-    def _note_views(self) -> None:
-        """For single numbers, which NumPy takes a while to get at."""
+    def _make_views(self) -> None:
+        """Make views for reading single numbers, which is slow through NumPy."""
         self._views = [array.reshape(-1).data for array in self._arrays]
         self._view_of_lows = self.lows.reshape(-1).data
 
-    def pages(self, group: int, line: int, first: int, end: int) -> list[int]:
-        """Of pages [first, end) of a line."""
-        start = line * self._widths[group]
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def row_of(self, sequence: str) -> int:
+        """Returns the table row of a sequence."""
+        return self._row_of[sequence]
+
+    def pages(self, group: int, table_row: int, first: int, end: int) -> list[int]:
+        """Returns pages [first, end) of a row."""
+        start = table_row * self._widths[group]
         return self._views[group][start + first : start + end].tolist()
 
-    def low(self, group: int, line: int) -> int:
-        return self._view_of_lows[line * len(self._widths) + group]
-
-    def line(self, sequence: str) -> int:
-        return self._line_of[sequence]
+    def low(self, group: int, table_row: int) -> int:
+        """Returns the first position that may be read in a group."""
+        return self._view_of_lows[table_row * len(self._widths) + group]
 
     def array(self, group: int) -> Int32Array:
+        """Returns the block table of a group on the host: [table rows, pages]."""
         return self._arrays[group]
 
     def tensor(self, group: int) -> Tensor:
-        """The lines of a group where the model runs."""
+        """Returns the block table of a group on the device that the model runs on."""
         if self._device.type == "cpu":
             if not self._tensors:
                 self._tensors = [torch.from_numpy(array) for array in self._arrays]
@@ -92,3 +100,18 @@ class TableLines:
             self._tensors = [torch.from_numpy(array).to(self._device) for array in self._arrays]
             self._changed = False
         return self._tensors[group]
+
+
+class SequenceTables:
+    """Block tables by sequence id, in the form that the sanitizer reads."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+
+    def table(self, sequence: str, group: int) -> list[int]:
+        """Returns all pages of a sequence in one group, with the null page where there is none."""
+        pages: list[int] = self._tables.array(group)[self._tables.row_of(sequence)].tolist()
+        return pages
+
+    def low(self, sequence: str, group: int) -> int:
+        return self._tables.low(group, self._tables.row_of(sequence))

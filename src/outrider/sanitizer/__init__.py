@@ -1,4 +1,4 @@
-"""The checker: a shadow of every slot, the invariants, and the faults that prove each check fires."""
+"""The checker: a shadow of every slot, and the invariants. `tools/sim` has the faults that prove each check fires."""
 
 from outrider.sanitizer.checks import Sanitizer
 from outrider.sanitizer.report import Mode

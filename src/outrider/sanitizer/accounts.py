@@ -1,4 +1,4 @@
-"""I5: who holds which page, counted apart from the pool."""
+"""I5: references to pages, counted apart from the pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from outrider.kv.intervals import page_count
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
+from outrider.sanitizer.kept import expected_margin
 from outrider.sanitizer.report import Reporter
 from outrider.sanitizer.shadow import PageShadow
 
@@ -21,7 +22,7 @@ class PageAccounts:
         self._keep_margin = config.keep_margin
         every = config.retention.every
         self._aligned_ends = config.prefix_caching and (every is None or every > layout.alignment)
-        """A sequence holds behind its windows what its end would need if it left now."""
+        """Whether a sequence holds behind its windows what its end would need if it were released now."""
         self._fail = reporter.fail
         slots = [1] * len(config.arena_pages)
         for group, spec in enumerate(layout.groups):
@@ -36,14 +37,14 @@ class PageAccounts:
         return self.pages[self._layout.arena_of[group]][page]
 
     def _blame(self, what: str, shadow: PageShadow, page: int) -> None:
-        """Nobody says who lets go of a page; the one who wrote to it last is the best lead."""
+        """Report a page by its last writer, since releases do not name a sequence."""
         writer = shadow.writers[0]
         self._fail("I5", what, request=writer.request or "-", group=shadow.group, page=page, writer=writer)
 
     def acquired(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
             shadow = self.pages[arena][page]
-            if page == SINK or shadow.refs or shadow.quarantined:
+            if page == NULL_PAGE or shadow.refs or shadow.quarantined:
                 self._blame("a page was handed out that is not free", shadow, page)
             shadow.refs = 1
             shadow.clear(self._slots[arena])
@@ -63,7 +64,7 @@ class PageAccounts:
             shadow = self.pages[arena][page]
             shadow.pending += 1
             if shadow.pending > shadow.refs:
-                self._blame("a page was let go of more often than it was held", shadow, page)
+                self._blame("a page was released more often than it was held", shadow, page)
 
     def releasing(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
@@ -71,13 +72,13 @@ class PageAccounts:
             shadow.pending -= shadow.pending > 0
             shadow.refs -= 1
             if shadow.refs < 0:
-                self._blame("a page was let go of more often than it was held", shadow, page)
+                self._blame("a page was released more often than it was held", shadow, page)
 
     def quarantined(self, arena: int, pages: Sequence[int]) -> None:
         for page in pages:
             shadow = self.pages[arena][page]
             if shadow.refs != 1:
-                self._blame("a page set aside is held by others", shadow, page)
+                self._blame("a quarantined page is held by another sequence", shadow, page)
             shadow.refs, shadow.quarantined = 0, True
 
     def restored(self, arena: int, pages: Sequence[int]) -> None:
@@ -105,14 +106,9 @@ class PageAccounts:
             most = page_count(end + (scratch if group >= layout.num_target else 0), layout.groups[group].page_tokens)
             self._check_front(sequence, group)
             if len(state.pages) > max(most, state.first_page):
-                self._fail(
-                    "I5",
-                    f"{len(state.pages)} page(s) are reserved where {most} are enough for the next step",
-                    request=sequence.id,
-                    group=group,
-                    position=sequence.committed,
-                    page=state.pages[-1],
-                )
+                what = f"{len(state.pages)} page(s) are reserved where {most} are enough for the next step"
+                at, page = sequence.committed, state.pages[-1]
+                self._fail("I5", what, request=sequence.id, group=group, position=at, page=page)
 
     def _check_front(self, sequence: SequenceKV, group: int) -> None:
         """I5: nothing is held that no row to come reads, and that keeping the end does not ask for.
@@ -127,19 +123,14 @@ class PageAccounts:
         first = spec.kind.first_key(max(0, end - max(layout.footprint.token_reach, self._keep_margin)))
         if self._aligned_ends:
             boundary = end // layout.alignment * layout.alignment
-            first = min(first, spec.kind.first_key(max(0, boundary - layout.margin)))
+            first = min(first, spec.kind.first_key(max(0, boundary - expected_margin(layout, group))))
         if state.first_page < min(first // spec.page_tokens, len(state.pages)):
-            self._fail(
-                "I5",
-                f"a page behind the window is held, though nothing below position {first} is needed",
-                request=sequence.id,
-                group=group,
-                position=state.first_page * spec.page_tokens,
-                page=state.pages[state.first_page],
-            )
+            what = f"a page behind the window is held, though nothing below position {first} is needed"
+            at, page = state.first_page * spec.page_tokens, state.pages[state.first_page]
+            self._fail("I5", what, request=sequence.id, group=group, position=at, page=page)
 
     def check(self, manager: KVManager) -> None:
-        """I5: every page is free, cached, held by somebody, pending, quarantined, or the sink."""
+        """I5: every page is free, cached, held, pending, quarantined, or the null page."""
         for arena, counted in zip(manager.pool.arenas, manager.count_references(), strict=True):
             for page in range(1, arena.num_pages):
                 shadow = self.pages[arena.index][page]

@@ -1,8 +1,8 @@
-"""The invariants I1 to I6, I8 and I9, checked on tables, slot mappings and intervals (level `plan`).
+"""The invariants I1 to I6, I8 and I9, checked on block tables and intervals (level `plan`).
 
 Two streams come in. The KV manager reports what it decides (the KVObserver methods below): pages taken,
-shared, published, let go. The runner reports what a step really does (StepChecks). The ledger's claims are
-compared with the shadow at every commit. I7, equal tokens, is the oracle's to check.
+shared, published, let go. The runner reports what a step does according to its plan (StepChecks). The
+ledger's claims are compared with the shadow at every commit. I7, equal tokens, is the oracle's to check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit, KVObserver
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.prefix import Media
 from outrider.kv.retention import TAIL
 from outrider.sanitizer.accounts import PageAccounts
@@ -33,9 +33,9 @@ class Sanitizer(KVObserver):
         self.layout = layout
         self.config = config
         self.tier_holds: Callable[[int, int], bool] = lambda group, identity: False
-        """(group, identity of a page's last slot): is that page in another tier?"""
+        """Whether another tier holds the page of a group whose last slot has this identity."""
         self.checksums: Checksums | None = None
-        """Level `bytes`: set by whoever has real memory."""
+        """Checksums of published pages, for level `bytes`; a runner with real memory sets them."""
         self._reporter = Reporter(layout, mode)
         self._fail = self._reporter.fail
         self._accounts = PageAccounts(layout, config, self._reporter)
@@ -43,20 +43,22 @@ class Sanitizer(KVObserver):
         self.steps = StepChecks(layout, config, self._accounts, self._reporter)
         self._manager: KVManager | None = None
         self._available: list[dict[int, int]] = [{} for _ in layout.groups]
-        """Per group: slot identity -> published device pages that hold it."""
+        """Number of published device pages that hold a slot, by its identity, per group."""
         self._divisible: list[dict[int, int]] = [{} for _ in layout.groups]
-        """The same for pages of which a part may be taken: those without media."""
+        """Number of those pages of which a part may be taken, since they show no media."""
         self._expected = ExpectedHits(layout, self._available, self._divisible, lambda g, i: self.tier_holds(g, i))
         self._kept = ExpectedKept(layout, config.retention)
         self._end = ExpectedKept(layout, TAIL)
         self._ends: dict[str, tuple[int, ...]] = {}
-        """Per sequence: ends that others may go on from, to be kept whatever the interval of the policy is."""
+        """Ends that are kept whatever the interval of the policy is, per sequence."""
         self._planned: dict[str, TokenHashes] = {}
         self._verified: dict[str, list[int]] = {}
-        """Per sequence and group: the ledger's durable end that was last compared with the shadow."""
+        """The ledger's durable end that was last compared with the shadow, per sequence and group."""
         self._lows: dict[str, list[int]] = {}
+        self._checked_pages: dict[str, list[int]] = {}
+        """The first page that was not looked for in the index yet, per sequence and group; -1 before the first look."""
         self._hits: dict[str, tuple[Hit, Hit]] = {}
-        """Between search and admission: what was found, and what should have been."""
+        """The hit that was found and the one that should have been, between search and admission."""
         # Not the layout's own list of reaches: the keys that are checked here are made from that one.
         drafts = len(layout.groups) - layout.num_target
         self._reach = [0] * layout.num_target + [layout.footprint.token_reach] * drafts
@@ -66,26 +68,26 @@ class Sanitizer(KVObserver):
         return self._reporter.violations
 
     def bind(self, manager: KVManager) -> None:
-        """The manager whose ledger is compared with the shadow."""
+        """Set the manager whose ledger is compared with the shadow."""
         self._manager = manager
         self.steps.bind(manager)
 
     def track(self, sequence: str, tokens: array[int], namespace: tuple[str, str], media: Sequence[Media] = ()) -> None:
-        """The runner's own tokens and media of a sequence: what it feeds the model, ahead of the ledger."""
+        """Note the runner's own tokens and media of a sequence: what it feeds the model, ahead of the ledger."""
         self.steps.track(sequence, tokens, self._seed(namespace), media)
 
     def forget(self, sequence: str) -> None:
-        """The sequence is gone, and no step of it is in flight."""
+        """Forget a sequence of which no step is in flight."""
         self._planned.pop(sequence, None)
         self.steps.forget(sequence)
 
     def check_conservation(self) -> None:
-        """I5: every page is free, cached, held by somebody, pending, quarantined, or the sink."""
+        """I5: every page is free, cached, held, pending, quarantined, or the null page."""
         assert self._manager is not None
         self._accounts.check(self._manager)
 
     def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int) -> None:
-        """I5: a commit gave back what the steps to come will not ask for. rows_ahead: rows already planned."""
+        """I5: a commit released what the steps to come will not ask for. rows_ahead: rows already planned."""
         self._accounts.check_surplus(sequence, k=k, rows_ahead=rows_ahead, steps_ahead=self.config.steps_ahead)
 
     def _seed(self, namespace: tuple[str, str]) -> int:
@@ -145,7 +147,7 @@ class Sanitizer(KVObserver):
                     del table[identity]
 
     def _tables(self, shadow: PageShadow) -> list[dict[int, int]]:
-        """Where the slots of a published page are counted."""
+        """Returns the tables in which the slots of a published page are counted."""
         available = self._available[shadow.group]
         return [available] if shadow.shows_media else [available, self._divisible[shadow.group]]
 
@@ -153,34 +155,58 @@ class Sanitizer(KVObserver):
         for arena in self._accounts.pages:
             for page, shadow in enumerate(arena):
                 self._unpublish(shadow, page)
+        assert self._manager is not None
+        for sequence in self._manager.sequences.values():
+            # Pages that were published, or that a hit brought, are not published again.
+            checked = self._checked_pages.setdefault(sequence.id, [-1] * len(sequence.groups))
+            for group, state in enumerate(sequence.groups):
+                complete = self._durable_end(sequence, group) // self.layout.groups[group].page_tokens
+                checked[group] = max(checked[group], len(state.pages) if sequence.loads else complete)
 
     def started_over(self) -> None:
         self._accounts.start_over()
-        for table in (*self._available, *self._divisible, self._verified, self._lows, self._hits, self._ends):
+        for table in (
+            *self._available,
+            *self._divisible,
+            self._verified,
+            self._lows,
+            self._hits,
+            self._ends,
+            self._checked_pages,
+        ):
             table.clear()  # type: ignore[attr-defined]
         if self.checksums is not None:
             self.checksums.clear()
 
     def forked(self, parent: SequenceKV, child: SequenceKV) -> None:
         self._ends[child.id] = self._ends.get(parent.id, ())
+        # The parent's own page may be private, since the index held an equal one that is evicted by now.
+        checked = self._checked_pages.get(parent.id, [-1] * len(parent.groups))
+        shared = [parent.committed - reach for reach in self._reach]
+        self._checked_pages[child.id] = [
+            min(known, end // spec.page_tokens)
+            for known, end, spec in zip(checked, shared, self.layout.groups, strict=True)
+        ]
 
     def leaving(self, sequence: SequenceKV) -> None:
         self._ends[sequence.id] = (*self._ends.get(sequence.id, ()), sequence.committed)
 
     def end_kept(self, sequence: SequenceKV) -> None:
-        """I9: whoever goes on where the sequence stopped finds every page that it has had there."""
+        """I9: a hit at the end of the sequence finds every page that the sequence held for it."""
         layout, ends = self.layout, (sequence.committed,)
         for group in range(len(layout.groups) if sequence.drafting else layout.num_target):
             size, draft = layout.groups[group].page_tokens, group >= layout.num_target
             state, end = sequence.groups[group], sequence.draft_end if draft else sequence.committed
-            slides = layout.groups[group].kind.freed_at(0) is not None
-            if slides and (not draft or layout.footprint.publishes_above(state.low)):
+            if self._kept.keeps_whole(group):
+                continue  # its pages were looked for as they became complete
+            if not draft or layout.footprint.publishes_above(state.low):
                 numbers = range(-(-state.low // size), min(state.published, end // size))
-                self._check_kept(sequence, group, [n for n in numbers if self._end.is_needed(group, n, ends)])
+                self._check_kept(sequence, group, [n for n in numbers if self._end.must_keep(group, n, ends)])
 
     def ended(self, sequence: SequenceKV) -> None:
         self._ends.pop(sequence.id, None)
         self._verified.pop(sequence.id, None)
+        self._checked_pages.pop(sequence.id, None)
         self._lows.pop(sequence.id, None)
 
     # ---- hits and publication ----------------------------------------------------------------------
@@ -199,7 +225,7 @@ class Sanitizer(KVObserver):
             self._ends[sequence.id] = (len(sequence.tokens), shared)
 
     def admitted(self, sequence: SequenceKV) -> None:
-        """Compared last, so that a page with wrong content is reported as such and not as a wrong length."""
+        """I9: compare the hits last, so that a page with wrong content is reported as such."""
         hit, expected = self._hits.pop(sequence.id)
         if hit != expected:
             self._fail(
@@ -225,37 +251,21 @@ class Sanitizer(KVObserver):
         first = start + 1 + self._reach[group]
         if shadow.ids[:slots] == self._hashes(sequence)[first : first + slots] and shadow.published:
             return
-        wrong = self._first_difference(shadow.ids[:slots], self._hashes(sequence)[first : first + slots])
-        self._fail(
-            "I2",
-            "a hit names a page whose content is not what its key says",
-            request=sequence.id,
-            group=group,
-            position=start + wrong,
-            page=page,
-            writer=shadow.writers[min(wrong, slots - 1)],
-        )
+        pairs = zip(shadow.ids[:slots], self._hashes(sequence)[first : first + slots], strict=False)
+        wrong = next((place for place, (one, other) in enumerate(pairs) if one != other), slots - 1)
+        what = "a hit names a page whose content is not what its key says"
+        self._fail_slot("I2", what, sequence.id, group, start + wrong, page)
+
+    def _fail_slot(self, invariant: str, what: str, request: str, group: int, position: int, page: int) -> None:
+        """Report a slot of a page, with its last writer."""
+        writer = self._page(group, page).writers[position % self.layout.groups[group].page_tokens]
+        self._fail(invariant, what, request=request, group=group, position=position, page=page, writer=writer)
 
     def _check_bytes(self, group: int, page: int, *, request: str = "-", position: int = -1) -> None:
-        """I2 at level `bytes`: nobody has written to the page since it was published, whatever the plans said."""
+        """I2 at level `bytes`: the page was not written to since it was published, whatever the plans said."""
         if self.checksums is not None and not self.checksums.holds(group, page):
-            writer = self._page(group, page).writers[0]
-            self._fail(
-                "I2",
-                "the bytes of a published page have changed",
-                request=request,
-                group=group,
-                position=position,
-                page=page,
-                writer=writer,
-            )
-
-    @staticmethod
-    def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-        for place, (one, other) in enumerate(zip(left, right, strict=False)):
-            if one != other:
-                return place
-        return min(len(left), len(right))
+            what, writer = "the bytes of a published page have changed", self._page(group, page).writers[0]
+            self._fail("I2", what, request=request, group=group, position=position, page=page, writer=writer)
 
     def published(self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes) -> None:
         """I2: only durable slots, of this very sequence, enter the index."""
@@ -265,39 +275,18 @@ class Sanitizer(KVObserver):
             position = page_number * size + offset
             place = position + 1 + self._reach[group]
             wanted = hashes[place] if place < len(hashes) else None
-            if page == SINK or shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
-                self._fail(
-                    "I2",
-                    "a published page holds a slot that is not durable for its sequence",
-                    request=sequence.id,
-                    group=group,
-                    position=position,
-                    page=page,
-                    writer=shadow.writers[offset],
-                )
+            if page == NULL_PAGE or shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
+                what = "a published page holds a slot that is not durable for its sequence"
+                self._fail_slot("I2", what, sequence.id, group, position, page)
         reach, media = self._reach[group], sequence.chain.media
         end = (page_number + 1) * size
         later = sequence.tokens[end : end + reach].tobytes()
         shown = b"".join(item.digest for item in media if item.start < end + reach and end < item.end)
         if reach and not (later in key and key.endswith(shown or later)):
-            self._fail(
-                "I2",
-                "the key does not name the later tokens that the page depends on",
-                request=sequence.id,
-                group=group,
-                position=end - 1,
-                page=page,
-                writer=shadow.writers[size - 1],
-            )
-        if not self._kept.keeps(group, page_number, self._ends.get(sequence.id, ())):
-            self._fail(
-                "I9",
-                "a page was kept that no hit can need",
-                request=sequence.id,
-                group=group,
-                position=page_number * size,
-                page=page,
-            )
+            what = "the key does not name the later tokens that the page depends on"
+            self._fail_slot("I2", what, sequence.id, group, end - 1, page)
+        if not self._kept.may_keep(group, page_number, self._ends.get(sequence.id, ())):
+            self._fail_slot("I9", "a page was kept that no hit can need", sequence.id, group, page_number * size, page)
         shadow.published = True
         if self.checksums is not None:
             self.checksums.seal(group, page)
@@ -317,15 +306,8 @@ class Sanitizer(KVObserver):
             place = position + 1 + reach
             wanted = hashes[place] if place < len(hashes) else None
             if shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
-                self._fail(
-                    "I6",
-                    "a slot is taken over from a transfer that did not bring it",
-                    request=sequence.id,
-                    group=group,
-                    position=position,
-                    page=page,
-                    writer=shadow.writers[offset],
-                )
+                what = "a slot is taken over from a transfer that did not bring it"
+                self._fail_slot("I6", what, sequence.id, group, position, page)
 
     # ---- the ledger against the shadow -------------------------------------------------------------
 
@@ -340,48 +322,44 @@ class Sanitizer(KVObserver):
             state, size, reach = sequence.groups[group], layout.groups[group].page_tokens, self._reach[group]
             if draft:
                 self._check_draft_end(sequence, group, end, lows[group])
-            start = (
-                max(verified[group], state.low, state.first_page * size)
-                if verified[group] >= 0
-                else max(state.low, state.first_page * size)
-            )
+            start = max(verified[group], state.held_from(size))
             for position in range(start, end):
                 number, offset = divmod(position, size)
-                page = state.pages[number] if number < len(state.pages) else SINK
+                page = state.pages[number] if number < len(state.pages) else NULL_PAGE
                 shadow = self._page(group, page)
                 place = position + 1 + reach
                 wanted = hashes[place] if place < len(hashes) else None
-                if page == SINK or shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
-                    self._fail(
-                        "I8" if draft else "I4",
-                        "the ledger calls a slot durable that was not written from the committed tokens",
-                        request=sequence.id,
-                        group=group,
-                        position=position,
-                        page=page,
-                        writer=shadow.writers[offset],
-                    )
+                if page == NULL_PAGE or shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
+                    what = "the ledger calls a slot durable that was not written from the committed tokens"
+                    self._fail_slot("I8" if draft else "I4", what, sequence.id, group, position, page)
             verified[group] = end
 
     def _check_draft_end(self, sequence: SequenceKV, group: int, end: int, low: int) -> None:
         footprint, state = self.layout.footprint, sequence.groups[group]
         behind = footprint.durable_end(sequence.committed) - end
         if behind > 0 and not footprint.rebuild:
-            self._fail(
-                "I8",
-                f"the draft group ends {behind} slot(s) short of where the step left it",
-                request=sequence.id,
-                group=group,
-                position=end,
-            )
+            what = f"the draft group ends {behind} slot(s) short of where the step left it"
+            self._fail("I8", what, request=sequence.id, group=group, position=end)
         if state.low > low:
             self._fail("I8", "a draft group lost its beginning", request=sequence.id, group=group, position=state.low)
 
-    def offered(self, sequence: SequenceKV, group: int, first_page: int, stop_page: int) -> None:
-        """I9: a full durable page that a hit may need is in the index, as this page or as an equal one."""
-        ends = self._ends.get(sequence.id, ())
-        numbers = range(first_page, stop_page)
-        self._check_kept(sequence, group, [n for n in numbers if self._kept.keeps(group, n, ends)])
+    def committed(self, sequence: SequenceKV) -> None:
+        """I9: a full, durable page that a hit may need is in the index, as this page or as an equal one."""
+        layout, ends = self.layout, self._ends.get(sequence.id, ())
+        checked = self._checked_pages.setdefault(sequence.id, [-1] * len(layout.groups))
+        groups = range(len(layout.groups) if sequence.drafting else layout.num_target)
+        for group in groups if self.config.prefix_caching else ():
+            state, size = sequence.groups[group], layout.groups[group].page_tokens
+            if group >= layout.num_target and not layout.footprint.publishes_above(state.low):
+                continue
+            stop = self._durable_end(sequence, group) // size
+            first = checked[group] if checked[group] >= 0 else state.first_page
+            numbers = range(max(first, -(-state.low // size)), stop)
+            self._check_kept(sequence, group, [n for n in numbers if self._kept.must_keep(group, n, ends)])
+            checked[group] = max(first, stop)
+
+    def _durable_end(self, sequence: SequenceKV, group: int) -> int:
+        return sequence.committed if group < self.layout.num_target else sequence.draft_end
 
     def _check_kept(self, sequence: SequenceKV, group: int, numbers: Sequence[int]) -> None:
         size, reach = self.layout.groups[group].page_tokens, self._reach[group]
@@ -389,11 +367,5 @@ class Sanitizer(KVObserver):
         for number in numbers:
             place = (number + 1) * size + reach
             if place < len(hashes) and hashes[place] not in self._available[group]:
-                self._fail(
-                    "I9",
-                    "a full page that a hit needs was not kept",
-                    request=sequence.id,
-                    group=group,
-                    position=number * size,
-                    page=state.pages[number],
-                )
+                what = "a full page that a hit may need is not in the index"
+                self._fail_slot("I9", what, sequence.id, group, number * size, state.pages[number])

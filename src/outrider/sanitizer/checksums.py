@@ -13,16 +13,16 @@ DIGEST_BYTES = 16
 
 class Checksums:
     def __init__(self, read: Callable[[int, int], bytes]) -> None:
-        """`read`: the bytes of (group, page) as they are now."""
+        """`read` returns the bytes of (group, page) as they are now."""
         self._read = read
         self._sums: dict[tuple[int, int], bytes] = {}
 
     def seal(self, group: int, page: int) -> None:
-        """From now on, and until it is forgotten, the page must stay as it is."""
+        """Require that the page stays as it is until it is forgotten."""
         self._sums[group, page] = self._digest(group, page)
 
     def holds(self, group: int, page: int) -> bool:
-        """Is the page what it was when it was sealed? True for one that never was."""
+        """Whether the page is what it was when it was sealed; true for a page that was not."""
         sealed = self._sums.get((group, page))
         return sealed is None or sealed == self._digest(group, page)
 

@@ -70,9 +70,9 @@ class ExpectedHits:
         )
 
     def _runs(self, group: int, hashes: Sequence[int], limit: int, tiers: bool, media: Sequence[Media]) -> list[int]:
-        """For every end: where the run of slots that can be had, and that stops there, starts.
+        """Returns, for every end, the start of the run of available slots that stops there.
 
-        A slot can be had with its whole page, or alone where neither page shows media.
+        A slot is available with its whole page, or alone where neither page shows media.
         """
         layout = self._layout
         size, available, divisible = layout.groups[group].page_tokens, self._available[group], self._divisible[group]
@@ -96,10 +96,10 @@ class ExpectedHits:
         return 0
 
     def shared_end(self, hashes: Sequence[int], limit: int, *, tiers: bool, media: Sequence[Media]) -> int:
-        """How much of the sequence the groups that read everything hold from its beginning on."""
+        """Returns how much of the sequence the full groups hold from its beginning on."""
         ends = [limit]
         kinds = [(g, self._layout.groups[g].kind) for g in self._layout.target_groups]
-        reading_all = [g for g, kind in kinds if kind.needed(limit + 1).start == 0 and kind.freed_at(0) is None]
+        reading_all = [g for g, kind in kinds if kind.needed(limit + 1).start == 0 and not kind.slides]
         for group in reading_all:
             starts = self._runs(group, hashes, limit, tiers, media)
             ends.append(max(end for end in range(limit + 1) if starts[end] == 0))

@@ -1,4 +1,4 @@
-"""How a violation is told: one message that names the invariant, the slot, the writer and the step."""
+"""Violations: one message each, which names the invariant, the slot, the writer and the step."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import logging
 from enum import Enum
 
 from outrider.errors import ConfigError, InvariantViolation
-from outrider.kv.checked import one_of
 from outrider.kv.layout import KVLayout
-from outrider.sanitizer.shadow import NOBODY, Writer
+from outrider.sanitizer.shadow import NO_WRITER, Writer
 
 log = logging.getLogger("outrider.sanitizer")
 
 
 class Mode(Enum):
-    """What to do on a violation. `off` is for settings: it means that no sanitizer is made at all."""
+    """What to do on a violation. `off` is for settings only: no sanitizer is created then."""
 
     OFF = "off"
     LOG = "log"
@@ -25,7 +24,6 @@ class Reporter:
     """Raises or logs violations; knows the step that is running."""
 
     def __init__(self, layout: KVLayout, mode: Mode) -> None:
-        one_of(mode, Mode, "mode")
         if mode is Mode.OFF:
             raise ConfigError("a sanitizer that is off would cost as much as one that logs; make none, or use Mode.LOG")
         self.mode = mode
@@ -42,7 +40,7 @@ class Reporter:
         group: int = -1,
         position: int = -1,
         page: int = -1,
-        writer: Writer = NOBODY,
+        writer: Writer = NO_WRITER,
     ) -> None:
         name = f"{group} ({self._layout.groups[group].name})" if group >= 0 else "-"
         violation = InvariantViolation(

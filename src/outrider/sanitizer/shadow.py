@@ -1,4 +1,4 @@
-"""Shadow memory: for every slot, what it holds, in which state, and who wrote it.
+"""Shadow memory: for every slot, what it holds, its state, and its last writer.
 
 The identity of a slot is a hash of the namespace and of tokens[: p + 1 + reach], the tokens its bytes
 depend on. It is computed here from the tokens, apart from the code that is being checked.
@@ -35,7 +35,7 @@ class TokenHashes:
         self.upto = [seed]
 
     def extend(self) -> list[int]:
-        """Hashes for all tokens known now."""
+        """Returns the hashes for all tokens known now."""
         upto, tokens = self.upto, self._tokens
         del upto[len(tokens) + 1 :]
         value, contents = upto[-1], self._contents
@@ -48,7 +48,7 @@ class TokenHashes:
         return upto
 
     def beyond(self, start: int, tokens: Sequence[int]) -> list[int]:
-        """Hashes of tokens[:start] followed by other tokens, one for each of them."""
+        """Returns the hashes of tokens[:start] followed by other tokens, one for each of them."""
         value = self.extend()[start]
         out = []
         for token in tokens:
@@ -58,7 +58,7 @@ class TokenHashes:
 
 
 def media_contents(media: Sequence[Media]) -> dict[int, int]:
-    """Per media position: a number that stands for what is shown there."""
+    """Returns a number for each media position that stands for what is shown there."""
     return {
         position: namespace_seed(item.digest.hex(), str(position - item.start))
         for item in media
@@ -67,7 +67,7 @@ def media_contents(media: Sequence[Media]) -> dict[int, int]:
 
 
 def shows_media(media: Sequence[Media], start: int, end: int) -> bool:
-    """Does anything of [start, end) show media?"""
+    """Whether a position of [start, end) shows media."""
     return any(item.start < end and start < item.end for item in media)
 
 
@@ -82,14 +82,14 @@ class Writer(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        return "nobody" if self.step < 0 else f"{self.what} of {self.request} at step {self.step}"
+        return "none" if self.step < 0 else f"{self.what} of {self.request} at step {self.step}"
 
 
-NOBODY = Writer("", -1, "")
+NO_WRITER = Writer("", -1, "")
 
 
 class PageShadow:
-    """One physical page."""
+    """The shadow of one physical page."""
 
     __slots__ = (
         "group",
@@ -108,7 +108,7 @@ class PageShadow:
         self.refs = 0
         self.pending = 0
         self.sources = 0
-        """Holds that only wait to copy from it."""
+        """Number of references that only wait to copy from the page."""
         self.quarantined = False
         self.published = False
         self.shows_media = False
@@ -118,4 +118,4 @@ class PageShadow:
         self.group = -1
         self.ids = [0] * slots
         self.states = bytearray(slots)
-        self.writers = [NOBODY] * slots
+        self.writers = [NO_WRITER] * slots

@@ -1,6 +1,7 @@
-"""What a step really does: copies, reads, writes, feeding, and slots that arrive (I1, I3, I6, I8).
+"""Checks of what a step does according to its plan (I1, I3, I6, I8): copies, reads, writes, feeding, slots that
+arrive.
 
-The runner reports here what it is about to do, through its own page tables.
+The runner reports it here, through its own block tables.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.plan import PageCopy
 from outrider.kv.prefix import Media
 from outrider.sanitizer.accounts import PageAccounts
@@ -35,44 +36,30 @@ class StepChecks:
         self._manager = manager
 
     def begin(self, step: int) -> None:
-        """Everything reported from now on belongs to this step."""
+        """Note that everything reported from now on belongs to this step."""
         self._reporter.step = step
 
     def track(self, sequence: str, tokens: array[int], seed: int, media: Sequence[Media]) -> None:
-        """The runner's own tokens of a sequence: what it feeds the model, ahead of the ledger."""
+        """Note the runner's own tokens of a sequence: what it feeds the model, ahead of the ledger."""
         self._run[sequence] = TokenHashes(seed, tokens, media)
 
     def forget(self, sequence: str) -> None:
         self._run.pop(sequence, None)
 
     def copied(self, copy: PageCopy) -> None:
-        """A page is copied before the step's rows run."""
+        """Check and apply a page copy, which runs before the step's rows."""
         source, target = self._page(copy.group, copy.source), self._page(copy.group, copy.destination)
         for offset in range(copy.first, copy.stop):
             if source.states[offset] != DURABLE:
-                self._fail(
-                    "I3",
-                    "a copy reads a slot that is not durable",
-                    group=copy.group,
-                    page=copy.source,
-                    writer=source.writers[offset],
-                )
-        if target.published or target.refs - target.pending > 1 or copy.destination == SINK:
-            self._fail(
-                "I1",
-                "a copy writes to a published or shared page",
-                group=copy.group,
-                page=copy.destination,
-                writer=target.writers[0],
-            )
-        if not target.refs and not target.quarantined:
-            self._fail(
-                "I1",
-                "a copy writes to a page that nobody holds any more",
-                group=copy.group,
-                page=copy.destination,
-                writer=target.writers[0],
-            )
+                wrong, writer = "a copy reads a slot that is not durable", source.writers[offset]
+                self._fail("I3", wrong, group=copy.group, page=copy.source, writer=writer)
+        what = None
+        if target.published or target.refs - target.pending > 1 or copy.destination == NULL_PAGE:
+            what = "a copy writes to a published or shared page"
+        elif not target.refs and not target.quarantined:
+            what = "a copy writes to a page that is not held any more"
+        if what is not None:
+            self._fail("I1", what, group=copy.group, page=copy.destination, writer=target.writers[0])
         target.group = copy.group
         span = slice(copy.first, copy.stop)
         target.ids[span] = source.ids[span]
@@ -81,23 +68,17 @@ class StepChecks:
         target.writers[span] = [writer] * (copy.stop - copy.first)
 
     def read(self, request: str, group: int, interval: Interval, table: Sequence[int], *, scratch_from: int) -> None:
-        """I3: durable slots of this identity below scratch_from, own scratch of this step from there on."""
+        """I3: a read finds durable slots of this identity below scratch_from, then own scratch of this step."""
         size, reach = self.layout.groups[group].page_tokens, self._reach[group]
         upto = self._run[request].extend()
         position = interval.start
         while position < interval.end:
             number, offset = divmod(position, size)
             stop = min(size, offset + interval.end - position)
-            page = table[number] if number < len(table) else SINK
-            if page == SINK:
-                self._fail(
-                    "I3",
-                    "a read of the sink: the slot is not held",
-                    request=request,
-                    group=group,
-                    position=position,
-                    page=page,
-                )
+            page = table[number] if number < len(table) else NULL_PAGE
+            if page == NULL_PAGE:
+                what = "a read of the null page: the slot is not held"
+                self._fail("I3", what, request=request, group=group, position=position, page=page)
                 return
             shadow = self._page(group, page)
             durable = min(stop, max(offset, offset + scratch_from - position))
@@ -126,7 +107,7 @@ class StepChecks:
             else:
                 wrong = state != DURABLE or shadow.ids[place] != expected or shadow.refs == 0
                 what = (
-                    "a read of a slot that nobody holds"
+                    "a read of a slot that is not held"
                     if shadow.refs == 0
                     else "a read of a slot that is not durable"
                     if state != DURABLE
@@ -147,14 +128,14 @@ class StepChecks:
         ids: Sequence[int] | None = None,
         durable: bool = False,
     ) -> None:
-        """I1: inside the writer's reservation, below the limit, never on a published or shared page."""
+        """I1: a write lies inside the writer's reservation, below the limit, and not in a published or shared page."""
         size, limit = self.layout.groups[group].page_tokens, self._limit(group)
         writer = Writer(request, self._reporter.step, what)
         position = interval.start
         while position < interval.end:
             number, offset = divmod(position, size)
             stop = min(size, offset + interval.end - position)
-            page = table[number] if number < len(table) else SINK
+            page = table[number] if number < len(table) else NULL_PAGE
             self._check_write(request, group, position, page, number, position + stop - offset > limit, limit)
             shadow = self._page(group, page)
             count = stop - offset
@@ -182,61 +163,44 @@ class StepChecks:
         if past:
             what = f"a write at or past the group's limit {limit}"
             position = max(position, limit)
-        elif page == SINK or not (reserved or (state is None and shadow.pending)):
+        elif page == NULL_PAGE or not (reserved or (state is None and shadow.pending)):
             # A request that ended while its step was in flight writes to pages that wait for that step.
             what = "a write outside the writer's reservation"
         elif shadow.published:
             what = "a write to a published page"
         elif shadow.refs - shadow.pending - shadow.sources > 1:
-            what = "a write to a page that others hold too"
+            what = "a write to a page that another sequence holds too"
         if what is not None:
-            self._fail(
-                "I1",
-                what,
-                request=request,
-                group=group,
-                position=position,
-                page=page,
-                writer=shadow.writers[position % self.layout.groups[group].page_tokens],
-            )
+            writer = shadow.writers[position % self.layout.groups[group].page_tokens]
+            self._fail("I1", what, request=request, group=group, position=position, page=page, writer=writer)
 
     def identities(self, request: str, group: int, interval: Interval) -> list[int]:
-        """Identities of positions whose tokens the runner knows; shorter if it does not know them all."""
+        """Returns the identities of positions whose tokens the runner knows, fewer if it does not know them all."""
         first = interval.start + 1 + self._reach[group]
         return self._run[request].extend()[first : first + interval.size]
 
     def draft_identities(self, request: str, start: int, tokens: Sequence[int]) -> list[int]:
-        """Identities of scratch at [start, start + len(tokens)) that consumed these drafts."""
+        """Returns the identities of scratch at [start, start + len(tokens)) that consumed these drafts."""
         return self._run[request].beyond(start, tokens)
 
     def fed(self, request: str, group: int, interval: Interval, table: Sequence[int], *, rows: Interval) -> None:
-        """Durable slots written from committed tokens, and from the taps of the target rows of this step."""
+        """I8: slots are fed from committed tokens, and from taps of target rows of this step."""
         if self.layout.footprint.taps and not rows.covers(interval):
-            self._fail(
-                "I8",
-                f"a slot is fed from taps of a row that did not run (rows {rows})",
-                request=request,
-                group=group,
-                position=interval.start,
-            )
+            what = f"a slot is fed from taps of a row that did not run (rows {rows})"
+            self._fail("I8", what, request=request, group=group, position=interval.start)
         ids = self.identities(request, group, interval)
         if len(ids) < interval.size:
-            self._fail(
-                "I8",
-                "a slot is fed whose later token is not committed yet",
-                request=request,
-                group=group,
-                position=interval.start + len(ids),
-            )
+            what = "a slot is fed whose later token is not committed yet"
+            self._fail("I8", what, request=request, group=group, position=interval.start + len(ids))
         self.write(request, group, interval, table, "feed", ids=ids, durable=True)
 
     def became_durable(self, request: str, group: int, interval: Interval, table: Sequence[int], *, keep: bool) -> None:
-        """Scratch whose tokens were accepted. With `keep` it must already carry the right identity."""
+        """Make scratch durable whose tokens were accepted. With `keep` it must already carry the right identity."""
         size = self.layout.groups[group].page_tokens
         ids = self.identities(request, group, interval)
         for position, identity in zip(range(interval.start, interval.end), ids, strict=False):
             number, offset = divmod(position, size)
-            if number >= len(table) or table[number] == SINK:
+            if number >= len(table) or table[number] == NULL_PAGE:
                 continue
             shadow = self._page(group, table[number])
             if keep and shadow.ids[offset] != identity:
@@ -247,20 +211,14 @@ class StepChecks:
     def landed(
         self, request: str, group: int, page: int, offset: int, ids: Sequence[int], states: bytes, sender: str
     ) -> None:
-        """A transfer writes into a page, in time or late."""
+        """I1: a transfer, in time or late, writes to pages of its request or to quarantined ones."""
         assert self._manager is not None
         shadow = self._page(group, page)
         sequence = self._manager.sequences.get(request)
         own = sequence is not None and bool(sequence.loads) and page in sequence.groups[group].pages
         if not own and not shadow.quarantined:
-            self._fail(
-                "I1",
-                "a transfer writes to a page that was given to somebody else",
-                request=request,
-                group=group,
-                page=page,
-                writer=shadow.writers[offset],
-            )
+            what, writer = "a transfer writes to a page that was given to another sequence", shadow.writers[offset]
+            self._fail("I1", what, request=request, group=group, page=page, writer=writer)
         stop = offset + len(ids)
         shadow.group = group
         shadow.ids[offset:stop] = ids
@@ -268,6 +226,6 @@ class StepChecks:
         shadow.writers[offset:stop] = [Writer(sender, self._reporter.step, f"transfer for {request}")] * len(ids)
 
     def slots(self, group: int, page: int, offset: int, count: int) -> tuple[list[int], bytes]:
-        """What the shadow knows of some slots, for a receiver elsewhere."""
+        """Returns the identities and states of some slots, for a receiving worker."""
         shadow = self._page(group, page)
         return shadow.ids[offset : offset + count], bytes(shadow.states[offset : offset + count])

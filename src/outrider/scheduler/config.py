@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.errors import ConfigError
-from outrider.kv.checked import checked_fields, one_of, true_or_false, whole_number
+from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.layout import KVConfig, KVLayout
 
 
 class Role(Enum):
-    """What a worker does; explicit, never guessed from traffic."""
+    """What a worker does. A setting, never guessed from traffic."""
 
     BOTH = "both"
     PREFILL = "prefill"
     """Computes prompts, feeds the drafter, proposes nothing, and keeps the KV for a decode worker."""
     DECODE = "decode"
-    """Starts from KV that a prefill worker hands over, and refuses requests that bring none: prompts are not its
-    work. What it loses (a failed transfer, a preemption) it recomputes all the same."""
+    """Starts from KV that a prefill worker hands over, and refuses requests that bring none. What it loses (a failed
+    transfer, a preemption) it computes again itself."""
 
 
 class LoadFailure(Enum):
-    """What becomes of a request whose KV could not be loaded. Never wrong text."""
+    """What becomes of a request whose KV could not be loaded."""
 
     RECOMPUTE = "recompute"
     FAIL = "fail"
@@ -41,15 +41,7 @@ class SchedulerConfig:
     load_failure: LoadFailure = LoadFailure.RECOMPUTE
 
     def __post_init__(self) -> None:
-        one_of(self.role, Role, "role")
-        one_of(self.load_failure, LoadFailure, "load_failure")
-        true_or_false(self.step_in_flight, "step_in_flight")
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_chunk_tokens",
-            "protect_after_preemptions",
-        ):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens", "protect_after_preemptions"):
             whole_number(getattr(self, name), name, at_least=1)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(

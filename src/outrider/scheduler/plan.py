@@ -9,11 +9,11 @@ from typing import NamedTuple
 from outrider.kv.plan import KVPlan
 
 
-class StepRow(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """The rows of one request in one step.
 
-        tap rows   [start - tap_rows, start)         run again for their taps; K/V goes to the sink
-        rows       [start, start + num_rows)            the last `drafts` of them verify drafts
+        tap rows   [first_position, start)           run again for their taps; K/V goes to the null page
+        rows       [start, end)                      the last `drafts` of them, [known, end), verify drafts
         feed       [draft_end (and what was kept), durable_end(v) or feed_to)
         propose    `propose` drafts from v
 
@@ -21,7 +21,7 @@ class StepRow(NamedTuple):
     more than one, the last prompt row is sampled once for each fork.
     """
 
-    request: str
+    sequence_id: str
     epoch: int
     start: int
     num_rows: int
@@ -34,51 +34,62 @@ class StepRow(NamedTuple):
     proposed: int
     """How many drafts the last proposal wrote scratch for."""
     feed_to: int | None
-    """Feeding stops here while a drafter catches up; None: it keeps up."""
+    """Where feeding stops in this step while a drafter catches up; None if the drafter keeps up."""
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first row that runs, which is a tap row if there are any."""
+        return self.start - self.tap_rows
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.start + self.num_rows
+
+    @property
+    def known(self) -> int:
+        """Position after the last row whose token is committed; the rows from here on verify drafts."""
+        return self.start + self.num_rows - self.drafts
 
     @property
     def feeds(self) -> bool:
-        """Does the drafter have to be fed? At every step of a request that has draft groups, whatever k is."""
+        """Whether the drafter must be fed: at every step of a request that has draft groups, whatever k is."""
         return self.draft_end >= 0
 
     @property
     def kept_from(self) -> int:
-        """The first position whose K/V is kept; tap rows come before it and write to the sink."""
+        """The first position whose K/V is kept; tap rows come before it and write to the null page."""
         return self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     step: int
-    rows: tuple[StepRow, ...]
+    scheduled: tuple[ScheduledRequest, ...]
     kv: KVPlan
-
-    @property
-    def empty(self) -> bool:
-        return not (self.rows or self.kv.copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a step decided, row by row.
+    """What a step decided, for each of its scheduled requests in order.
 
     The accept rule: drafts are accepted while they equal what the target sampled at their position; the
-    first sample that differs, or the one after the last draft, is kept as well. So a sampling row yields
-    accepted + 1 tokens, in order.
+    first sample that differs, or the one after the last draft, is kept as well. So a request that samples
+    gains accepted + 1 tokens, in order.
     """
 
     step: int
     tokens: tuple[tuple[int, ...], ...]
     proposed: tuple[int, ...]
-    """Drafts that were really proposed, at most StepRow.propose."""
+    """Number of drafts that were really proposed, at most ScheduledRequest.propose."""
     fork_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For a row with several samples: the first token of each further fork."""
+    """By sequence id, for a request that samples several continuations: the first token of each fork."""
 
 
 class Update(NamedTuple):
-    """What one request gained in a step."""
+    """What one sequence gained in a step."""
 
-    request: str
+    sequence_id: str
     tokens: tuple[int, ...]
     finish: str | None
-    """stop, length, prefilled, aborted or failed; None while it goes on."""
+    """stop, length, prefilled or failed; None while the sequence goes on."""

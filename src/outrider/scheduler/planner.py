@@ -5,13 +5,36 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from outrider.errors import OutOfPages
+from outrider.kv.footprint import KVFootprint
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.manager import KVManager
-from outrider.scheduler.budget import StepBudget, drafts_for_share
 from outrider.scheduler.config import SchedulerConfig
-from outrider.scheduler.plan import StepRow
+from outrider.scheduler.plan import ScheduledRequest
 from outrider.scheduler.request import Request, State
 from outrider.scheduler.roster import Roster
+
+
+def drafts_within(footprint: KVFootprint, k: int, row_quota: int) -> int:
+    """Returns the most drafts, at most k, that one decoding request can verify and propose again within its quota.
+
+    A step of a request costs its own row, the drafts it verifies, and the rows that propose the next ones;
+    all of them count.
+    """
+    while k > 0 and 1 + k + footprint.draft_rows(k) > row_quota:
+        k -= 1
+    return k
+
+
+class StepBudget:
+    """Rows left in a step, and the quota of each decoding request."""
+
+    __slots__ = ("left", "row_quota")
+
+    def __init__(self, rows: int, *, decoding: int, prompt_rows: int) -> None:
+        """`prompt_rows` is the fewest rows with which a prompt, running or waiting, makes progress; 0 without any."""
+        self.left = rows
+        kept = max(prompt_rows, rows // 8) if prompt_rows else 0
+        self.row_quota = max(1, (rows - kept) // decoding) if decoding else rows
 
 
 class Planner:
@@ -19,20 +42,21 @@ class Planner:
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, roster: Roster) -> None:
         self.num_stalls = 0
-        """Rows that could not be planned for want of pages."""
+        """How often rows could not be planned for want of pages."""
         self.short_of_pages = False
-        """Somebody who runs lacks pages in this step, so that nobody new is let in."""
+        """Whether a running request lacks pages in this step, so that no other is admitted."""
         self._config = config
         self._kv = kv
         self._roster = roster
         self._footprint = kv.layout.footprint
         self._step = -1
-        self._rows: list[StepRow] = []
+        self._rows: list[ScheduledRequest] = []
         self._budget = StepBudget(1, decoding=0, prompt_rows=0)
         self._full_k: dict[int, int] = {}
         self._ahead: list[int] = []
         """Per k: slots past v that the draft groups of an unlimited drafter reserve."""
         self._draft_rows: list[int] = []
+        """Per k: rows that proposing takes."""
 
     def begin(self, step: int) -> None:
         """Start a new step with a full budget."""
@@ -51,11 +75,11 @@ class Planner:
     def rows_left(self) -> int:
         return self._budget.left
 
-    def take_rows(self) -> tuple[StepRow, ...]:
+    def take_rows(self) -> tuple[ScheduledRequest, ...]:
         return tuple(self._rows)
 
     def full_k_until(self, k: int) -> int:
-        """The largest v from which all k drafts fit: fit() never grows with v."""
+        """Returns the largest v from which all k drafts fit: fit() never grows with v."""
         if k in self._full_k:
             return self._full_k[k]
         while len(self._ahead) <= k:
@@ -73,7 +97,7 @@ class Planner:
         budget = self._budget
         footprint, ahead, draft_rows = self._footprint, self._ahead, self._draft_rows
         has_groups, rows, step, new_row = bool(footprint.groups), self._rows, self._step, tuple.__new__
-        decoding, asked_k, share_k = State.DECODING, -1, 0
+        decoding, asked_k, affordable_k = State.DECODING, -1, 0
         for request in self._roster.decoding.snapshot():
             if request.state is not decoding:
                 continue  # preempted a moment ago
@@ -92,9 +116,9 @@ class Planner:
                 continue  # the step in flight may be its last
             k = request.k
             if k != asked_k:
-                # Mostly everybody asks for the same.
-                asked_k, share_k = k, drafts_for_share(footprint, k, budget.share_rows)
-            k = share_k
+                # Mostly all requests ask for the same.
+                asked_k, affordable_k = k, drafts_within(footprint, k, budget.row_quota)
+            k = affordable_k
             if drafts > k:
                 drafts = k
             if drafts >= remaining:
@@ -117,7 +141,7 @@ class Planner:
                 if has_groups and not kv.drafting:
                     k, cost = 0, count
             row = new_row(
-                StepRow,
+                ScheduledRequest,
                 (
                     request.id,
                     request.epoch,
@@ -138,7 +162,7 @@ class Planner:
             budget.left -= cost
 
     def plan_prefill(self, request: Request) -> None:
-        """The next chunk of a prompt; the last chunk samples, and proposes."""
+        """Plan the next chunk of a prompt; the last chunk samples, and proposes."""
         kv, footprint, budget = request.kv, self._footprint, self._budget
         if request.flight and request.fresh:
             return
@@ -153,7 +177,7 @@ class Planner:
             return
         k = 0 if not kv.drafting and footprint.groups else request.k
         k = footprint.fit(
-            k=drafts_for_share(footprint, k, budget.share_rows),
+            k=drafts_within(footprint, k, budget.row_quota),
             v=start + count,
             max_model_len=self._kv.config.max_model_len,
             remaining_tokens=request.max_total - len(request.tokens) - 1,
@@ -165,7 +189,8 @@ class Planner:
             self._roster.decode(request)
 
     def _tap_rows(self, request: Request) -> int:
-        """Rows to run again so that a drafter which reaches ahead is fed up to the committed end."""
+        """Returns the number of rows to run again so that a drafter which reaches ahead is fed up to the committed
+        end."""
         kv, footprint = request.kv, self._footprint
         if not kv.drafting or footprint.rebuild:
             return 0
@@ -188,7 +213,7 @@ class Planner:
             tap_rows = self._tap_rows(request)
             if kv.drafting and footprint.rebuild:
                 backlog = footprint.backlog(durable_end=kv.draft_end, v=start)
-                # Half of the step at most: whoever comes behind must not wait for somebody's drafter.
+                # Half of the step at most: other requests must not wait for one request's drafter.
                 most = max(1, self._config.max_num_batched_tokens // 2)
                 catch_up_rows = min(backlog, most, max(0, budget.left - count))
                 if backlog:
@@ -206,7 +231,7 @@ class Planner:
             if not kv.drafting and footprint.groups:
                 k = tap_rows = catch_up_rows = 0
                 feed_to = None
-        row = StepRow(
+        row = ScheduledRequest(
             request.id,
             request.epoch,
             start,
@@ -228,10 +253,11 @@ class Planner:
         return True
 
     def _draft_reserve_end(self, request: Request, v: int, k: int) -> int:
-        """Where the draft groups' reservation ends: tied to the step that writes, from the first one on."""
+        """Returns where the draft groups' reservation ends: it is tied to the step that writes, from the first on."""
         return self._footprint.reserve_end(v=v, k=k)
 
     def _reserve(self, request: Request, v: int, k: int) -> bool:
+        """Reserve pages, taking some from lower-ranked requests if need be; False if pages are short."""
         while True:
             try:
                 self._kv.reserve(request.kv, v, self._draft_reserve_end(request, v, k))
@@ -247,9 +273,9 @@ class Planner:
     # ---- when pages run out ------------------------------------------------------------------------
 
     def _make_room(self, request: Request, arena: int) -> bool:
-        """Take pages from those who rank last. True if trying again now may help.
+        """Take pages from the requests that rank last. True if trying again now may help.
 
-        Draft groups go first, everybody's behind this request and then its own: losing them costs speed,
+        Draft groups go first, those of requests behind this one and then its own: losing them costs speed,
         losing target KV costs a recomputation.
         """
         in_flight = self._kv.pool.step_in_flight
@@ -274,14 +300,14 @@ class Planner:
         return sequence.drafting and any(layout.arena_of[g] == arena for g in layout.draft_groups)
 
     def _victim(self, request: Request) -> Request | None:
-        """The last-ranked request behind this one, unless this step already counts on it."""
+        """Returns the last-ranked request behind this one, unless this step already has rows of it."""
         victim = self._roster.last_running()
         if victim is None or victim.rank <= request.rank or victim.planned_step == self._step:
             return None
         return victim
 
     def serve_stalled(self) -> None:
-        """A prompt that found no pages last time asks first, before this step counts on anybody."""
+        """Reserve for prompts that found too few pages in the last step, before this step has rows of any request."""
         for request in self._roster.prefilling.snapshot():
             if request.stalled and request.state is State.PREFILLING and not request.flight:
                 left = len(request.tokens) - request.kv.committed

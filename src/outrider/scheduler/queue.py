@@ -1,4 +1,4 @@
-"""Requests that wait, by rank; and requests that run, by rank. Neither is ever scanned for what waits."""
+"""Waiting requests and running requests, by rank. Planning a step never scans the waiting ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rank = tuple[bool, int, int]
 
 
 class WaitingQueue:
-    """A heap. Entries of requests that left it are dropped when they come up, or when too many are dead."""
+    """A heap. Entries of requests that no longer wait are dropped when they come up, or when they are too many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, int, Request]] = []
@@ -29,7 +29,7 @@ class WaitingQueue:
         heappush(self._heap, (request.rank, self._pushes, request))
 
     def peek(self) -> Request | None:
-        """Whoever ranks first, without taking it off."""
+        """Returns the request that ranks first, and leaves it in the queue."""
         while self._heap:
             _rank, entry, request = self._heap[0]
             if request.queue_entry == entry:
@@ -38,7 +38,7 @@ class WaitingQueue:
         return None
 
     def forget(self, request: Request) -> None:
-        """The request no longer waits."""
+        """Take out a request that no longer waits."""
         request.queue_entry = 0
         self._live -= 1
         if len(self._heap) > 2 * self._live + 64:

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.errors import RequestError
-from outrider.kv.checked import checked_fields, checked_interval, is_word, text, true_or_false, tuple_of, whole_number
+from outrider.kv.checked import checked_fields, text, whole_number
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
-from outrider.scheduler.plan import StepRow
+from outrider.scheduler.plan import ScheduledRequest
 
 MAX_TOKEN_ID = (1 << 32) - 1
 MOST_FORKS = 1024
+"""The most continuations of one prompt."""
 
 
 class State(Enum):
@@ -25,12 +26,12 @@ class State(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     HELD = "held"
-    """Prefilled here, kept until the decode side has fetched it."""
+    """Prefilled on this worker, and kept until the decode worker has fetched it."""
     FINISHED = "finished"
 
 
 def token_array(tokens: Iterable[int], what: str = "prompt") -> array[int]:
-    """Token ids as raw 32-bit words; refuses anything that is not one."""
+    """Returns token ids as raw 32-bit words; refuses anything that is not one."""
     try:
         if isinstance(tokens, list):
             words = array("I")
@@ -43,28 +44,24 @@ def token_array(tokens: Iterable[int], what: str = "prompt") -> array[int]:
         ) from error
 
 
-def _is_sequence(value: object) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping)
-
-
-def _short(value: object) -> str:
-    return f"{type(value).__name__} {str(value)[:40]!r}"
-
-
 @checked_fields(RequestError)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSpec:
     """What a caller asks for."""
 
     id: str
+    """What errors call the request."""
     prompt: Sequence[int]
+    """Token ids. An array of 32-bit words becomes the request's own record of its tokens, and grows with it."""
     max_tokens: int
     k: int = 0
     """Most drafts per step."""
     priority: int = 0
     """Lower runs first."""
     stop_tokens: frozenset[int] = frozenset()
-    n: int = 1
+    sequence_ids: tuple[str, ...] = ()
+    """One key for each continuation, which no other sequence of this scheduler has; by default `id`, for one
+    continuation. The first continuation runs the prompt, the others (forks) share it."""
     salt: str = ""
     adapter: str = ""
     media: tuple[Media, ...] = ()
@@ -78,48 +75,31 @@ class RequestSpec:
     def __post_init__(self) -> None:
         text(self.id, "a request's id", empty=False, error=RequestError)
         what = f"request {self.id!r}"
-        if isinstance(self.prompt, (str, bytes, bytearray, memoryview)) or not _is_sequence(self.prompt):
-            raise RequestError(f"{what}: the prompt must be a sequence of token ids, got {_short(self.prompt)}")
         if not len(self.prompt):
             raise RequestError(f"{what}: the prompt is empty; send at least one token")
-        for name in ("salt", "adapter"):
-            text(getattr(self, name), f"{what}: {name}", error=RequestError)
-        true_or_false(self.use_cache, f"{what}: use_cache", error=RequestError)
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise RequestError(f"{what}: priority must be a whole number, got {self.priority!r}; lower runs first")
-        if not isinstance(self.stop_tokens, (frozenset, set)) or not all(map(is_word, self.stop_tokens)):
-            raise RequestError(f"{what}: stop_tokens must be a set of token ids, got {self.stop_tokens!r}")
-        whole_number(self.max_tokens, f"request {self.id!r}: max_tokens", at_least=1, error=RequestError)
-        whole_number(self.n, f"request {self.id!r}: n", at_least=1, error=RequestError)
-        if self.n > MOST_FORKS:
-            raise RequestError(
-                f"request {self.id!r}: n may be at most {MOST_FORKS}, got {self.n}; send several requests"
-            )
+        whole_number(self.max_tokens, f"{what}: max_tokens", at_least=1, error=RequestError)
+        if not self.sequence_ids:
+            object.__setattr__(self, "sequence_ids", (self.id,))
         advice = "0 turns drafting off"
-        whole_number(self.k, f"request {self.id!r}: k", at_least=0, advice=advice, error=RequestError)
+        whole_number(self.k, f"{what}: k", at_least=0, advice=advice, error=RequestError)
         whole_number(self.prefilled_tokens, f"{what}: prefilled_tokens", at_least=0, error=RequestError)
         if self.prefilled_tokens >= len(self.prompt):
             raise RequestError(f"{what}: prefilled_tokens must lie inside the prompt")
-        self._check_media(what)
-        if self.remote is not None and not isinstance(self.remote, Mapping):
-            raise RequestError(f"{what}: remote must map groups to Intervals, got {self.remote!r}")
-        for group, interval in (self.remote or {}).items():
-            whole_number(group, f"{what}: each group of remote", at_least=0, error=RequestError)
-            checked_interval(interval, f"{what}: remote, group {group},", RequestError)
-
-    def _check_media(self, what: str) -> None:
-        tuple_of(self.media, Media, f"{what}: media", error=RequestError)
         done = 0
         for item in self.media:
-            checked_interval(Interval(item.start, item.end), f"{what}: each of media", RequestError)
             if not done <= item.start < item.end <= len(self.prompt):
                 raise RequestError(
                     f"{what}: media at [{item.start}, {item.end}) is empty, overlaps what comes before it, or leaves "
                     f"the prompt of {len(self.prompt)} tokens; give media in order, apart from each other"
                 )
-            if not isinstance(item.digest, bytes) or not item.digest:
+            if not item.digest:
                 raise RequestError(f"{what}: media need the digest of their content as bytes, got {item.digest!r}")
             done = item.end
+
+    @property
+    def n(self) -> int:
+        """Number of continuations of the prompt."""
+        return len(self.sequence_ids)
 
 
 def check_remote(spec: RequestSpec, layout: KVLayout) -> None:
@@ -137,13 +117,17 @@ def check_remote(spec: RequestSpec, layout: KVLayout) -> None:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of one request; only the scheduler changes it."""
+    """The record of one sequence: a request, or a fork of one. Only the scheduler changes it.
+
+    The runner and the outputs refer to `tokens` and `spec` instead of keeping copies of them.
+    """
 
     spec: RequestSpec
     id: str
-    stop_tokens: frozenset[int]
-    """Both are the spec's: every step asks for them."""
+    """The sequence's own key, one of spec.sequence_ids."""
     tokens: array[int]
+    """The prompt and what was generated, as far as it is committed. While a step runs, the runner keeps the tokens that
+    it sampled at the end, and takes them back before the step is committed."""
     arrival: int
     kv: SequenceKV
     prompt_len: int
@@ -155,27 +139,31 @@ class Request:
     may_draft: bool
     state: State = State.WAITING
     epoch: int = 0
-    """Raised by preemption: rows of an earlier epoch no longer speak for the KV."""
+    """Raised whenever the request's KV starts anew (preemption, a load that ended or was lost): rows of an earlier
+    epoch no longer say anything about the KV."""
     drafts: int = 0
-    """Drafts that wait for verification."""
+    """Number of drafts that wait for verification."""
     proposed: int = 0
+    """Number of drafts that the last proposal wrote scratch for."""
     queue_entry: int = 0
-    """Its place in the waiting queue, or 0 when it does not wait."""
+    """The request's entry in the waiting queue; 0 while it does not wait."""
     planned_step: int = -1
-    """The last step that counts on this request."""
-    flight: list[StepRow] = field(default_factory=list)
+    """The last step that has rows of this request."""
+    flight: list[ScheduledRequest] = field(default_factory=list)
+    """Rows of steps that were planned and not committed, oldest first."""
     fresh: bool = True
-    """No row since admission: tap rows may be due."""
+    """Whether the drafter may have to catch up: no row has run since the request was admitted, or feeding is behind."""
     preemptions: int = 0
     protected: bool = False
     stalled: bool = False
-    finish: str | None = None
+    """Whether the last attempt to plan rows found too few pages."""
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Who goes first. Protected requests go before all others, so that nobody starves."""
+        """The order in which requests run. Protected requests go before all others, so that none starves."""
         return (not self.protected, self.spec.priority, self.arrival)
 
     @property
     def generated(self) -> int:
+        """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_len

@@ -1,4 +1,4 @@
-"""Who waits, who loads and who runs; and the moves between them."""
+"""Requests that wait, load and run; and the moves between these states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Roster:
         self.waiting.push(request)
 
     def leave(self, request: Request) -> None:
-        """Take the request off whatever list it is on. The caller gives it its next state."""
+        """Take the request off the list of its state. The caller gives it its next state."""
         if request.state is State.WAITING:
             self.waiting.forget(request)
         elif request.state is State.LOADING:
@@ -63,22 +63,24 @@ class Roster:
         self.decoding.add(request)
 
     def hold(self, request: Request) -> None:
-        """Done here, kept until a peer has fetched it."""
+        """Keep a request that is done on this worker until a peer has fetched it."""
         self.leave(request)
         request.state = State.HELD
 
-    def finish(self, request: Request, reason: str) -> list[tuple[int, list[int]]]:
-        """The request is gone. Returns pages that a transfer in flight may still write to."""
-        aside = self._kv.abandon_loading(request.kv) if request.state is State.LOADING else []
+    def finish(self, request: Request, *, keep_end: bool = True) -> list[tuple[int, list[int]]]:
+        """Forget the request. Returns (group, pages) that a transfer in flight may still write to.
+
+        Without `keep_end` the end of its text is not published: it is unknown what its last step wrote.
+        """
+        quarantined = self._kv.abandon_loading(request.kv) if request.state is State.LOADING else []
         self.leave(request)
         request.state = State.FINISHED
-        request.finish = reason
-        self._kv.close(request.kv, keep_end=reason != "failed")
+        self._kv.close(request.kv, keep_end=keep_end)
         del self.requests[request.id]
-        return aside
+        return quarantined
 
     def start_over(self, kept: Iterable[Request]) -> None:
-        """Only these are left, and all of them wait; the caller has taken their KV."""
+        """Keep only these requests, all of them waiting; the caller has taken their KV."""
         self.waiting, self.prefilling, self.decoding = WaitingQueue(), RunningList(), RunningList()
         self.loading, self.requests = {}, {}
         for request in kept:
@@ -90,18 +92,19 @@ class Roster:
             self.enter(request)
 
     def running_from_last(self) -> Iterator[Request]:
-        """Everybody who runs, the last-ranked first."""
+        """Returns the running requests, the last-ranked first."""
         return merge(
             reversed(self.prefilling.snapshot()), reversed(self.decoding.snapshot()), key=lambda r: r.rank, reverse=True
         )
 
     def last_running(self) -> Request | None:
-        """Whoever ranks last among those that run."""
+        """Returns the running request that ranks last."""
         candidates = [c for c in (self.decoding.last(), self.prefilling.last()) if c is not None]
         return max(candidates, key=lambda c: c.rank, default=None)
 
     def preempt(self, victim: Request, *, keep_end: bool = True) -> None:
-        """Recompute it later. After a few times it is protected: it then goes before all unprotected ones."""
+        """Have a request computed again later. After a few preemptions it is protected: it then goes before all
+        unprotected requests."""
         self.leave(victim)
         self._kv.release(victim.kv, keep_end=keep_end)
         victim.epoch += 1

@@ -6,7 +6,7 @@
 schedule() touches what runs and the head of what waits; nothing grows with the queue or with history.
 
 With a step in flight, schedule() plans step n+1 from the most that step n can yield; commit(n) then says
-what it did yield, and correct() moves the rows of n+1 to where they really start. A step that came to nothing
+what it did yield, and correct() moves the rows of n+1 to where they really start. A step that was interrupted
 is given up with abandon() instead.
 """
 
@@ -21,24 +21,21 @@ from outrider.errors import OutOfPages, RequestError
 from outrider.kv.ledger import Load
 from outrider.kv.manager import KVManager
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
-from outrider.scheduler.plan import StepPlan, StepRow, Update, Verdict
+from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
 from outrider.scheduler.planner import Planner
 from outrider.scheduler.request import Request, RequestSpec, State, check_remote, token_array
 from outrider.scheduler.roster import Roster
 
-
-def fork_name(request_id: str, number: int) -> str:
-    """The id of a further continuation of a request."""
-    return f"{request_id}#{number}"
+QuarantinedPages = list[tuple[int, list[int]]]
+"""(group, pages) that a transfer in flight may still write to: `KVManager.restore_quarantined` gives them back."""
 
 
 class Abandoned(NamedTuple):
     """What giving up a step did."""
 
-    requests: list[str]
-    """Those that it ended."""
-    aside: list[tuple[int, list[int]]]
-    """(group, pages) that a transfer in flight may still write to, as from Scheduler.abort."""
+    ended: list[str]
+    """Ids of the sequences that it ended."""
+    quarantined: QuarantinedPages
 
 
 class Scheduler:
@@ -48,20 +45,16 @@ class Scheduler:
         self.kv = kv
         self.roster = Roster(kv, protect_after=config.protect_after_preemptions)
         self.planner = Planner(config, kv, self.roster)
-        self.num_drafts = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
         self._footprint = kv.layout.footprint
         self._settling: list[Request] = []
-        """Everything has arrived, but a page copy has yet to run."""
+        """Requests whose loads have all arrived, but with a page copy that has yet to run."""
         self._new_loads: list[tuple[str, tuple[Load, ...]]] = []
         self._updates: list[Update] = []
-        self._fork_names: dict[str, str] = {}
-        """Names that forks of a request will have, until they have them."""
         self._arrivals = 0
         self._next_step = 0
         self._moving = False
-        """Requests and pages are on the move. Still set when a call begins: the last one was interrupted."""
+        """Whether requests and pages are being changed. Still set when a call begins, it means that the last call was
+        interrupted half-way."""
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -89,18 +82,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Is anybody waiting, loading or running? Requests that are only held for a peer do not count."""
+        """Whether any request waits, loads or runs. Requests that are only held for a peer do not count."""
         return bool(self.num_running or self.num_waiting or self.num_loading)
 
     @property
     def only_loading(self) -> bool:
-        """Nothing can be planned before a load ends."""
+        """Whether nothing can be planned before a load ends."""
         return bool(self.num_loading) and not self.num_running and not self.num_waiting
 
     # ---- requests come and go ----------------------------------------------------------------------
 
-    def add(self, spec: RequestSpec) -> None:
-        """Queue a request, or refuse it with the reason."""
+    def add(self, spec: RequestSpec) -> Request:
+        """Queue a request and return its record, or refuse it with the reason."""
         limit = self.kv.config.max_model_len
         prompt_len = len(spec.prompt) - spec.prefilled_tokens
         if len(spec.prompt) >= limit:
@@ -120,36 +113,42 @@ class Scheduler:
                 f"request {spec.id!r}: n = {spec.n} cannot be handed from a prefill to a decode worker; "
                 "send n requests, the prompt is computed once"
             )
-        forks = [fork_name(spec.id, number) for number in range(1, spec.n)]
-        taken = [name for name in (spec.id, *forks) if name in self.requests or name in self._fork_names]
-        if taken:
-            raise RequestError(f"request id {taken[0]!r} is in use; choose another")
-        tokens = token_array(spec.prompt, f"request {spec.id!r}")
+        if any(sequence_id in self.requests for sequence_id in spec.sequence_ids):
+            raise RequestError(f"request id {spec.id!r} is in use; choose another")
+        tokens = spec.prompt
+        if not isinstance(tokens, array) or tokens.typecode != "I":
+            tokens = token_array(tokens, f"request {spec.id!r}")
         self._repair()
         try:
             self._moving = True
-            self._enter(spec, tokens, prompt_len, self._arrivals)
+            request = self._enter(spec, tokens, prompt_len)
         except RequestError:
             self._moving = False
             raise
-        self._fork_names.update(dict.fromkeys(forks, spec.id))
-        self._arrivals += 1
         self._moving = False
+        return request
 
-    def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int, arrival: int) -> Request:
+    def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int) -> Request:
+        """Make the record of a sequence, which waits from now on."""
         # A prefill worker's part ends with the first token.
         wanted = 1 if self.config.role is Role.PREFILL else spec.max_tokens
         total = min(prompt_len + wanted, self.kv.config.max_model_len)
         k = 0 if self.config.role is Role.PREFILL else min(spec.k, total)
         sequence = self.kv.open(
-            spec.id, tokens, total_tokens=total, k=k, adapter=spec.adapter, salt=spec.salt, media=spec.media
+            spec.sequence_ids[0],
+            tokens,
+            total_tokens=total,
+            label=spec.id,
+            k=k,
+            adapter=spec.adapter,
+            salt=spec.salt,
+            media=spec.media,
         )
         request = Request(
             spec=spec,
-            id=spec.id,
-            stop_tokens=spec.stop_tokens,
+            id=sequence.id,
             tokens=tokens,
-            arrival=arrival,
+            arrival=self._arrivals,
             kv=sequence,
             prompt_len=prompt_len,
             max_total=total,
@@ -157,30 +156,26 @@ class Scheduler:
             full_k_until=self.planner.full_k_until(k),
             may_draft=bool(self._footprint.groups) and self.kv.draft_fits(total, k),
         )
+        self._arrivals += 1
         self.roster.enter(request)
         return request
 
-    def abort(self, request_id: str) -> list[tuple[int, list[int]]]:
-        """Forget a request. Returns pages that a transfer in flight may still write to (see load_lost)."""
+    def abort(self, sequence_id: str) -> QuarantinedPages:
+        """Forget a sequence, if there is one of this id."""
         self._repair()
-        request = self.requests.get(request_id)
+        request = self.requests.get(sequence_id)
         if request is None:
             return []
         self._moving = True
-        aside = self._forget(request, "aborted")
+        quarantined = self.roster.finish(request)
         self._moving = False
-        return aside
+        return quarantined
 
-    def _forget(self, request: Request, reason: str) -> list[tuple[int, list[int]]]:
-        for number in range(1, request.spec.n):
-            self._fork_names.pop(fork_name(request.id, number), None)
-        return self.roster.finish(request, reason)
-
-    def release_held(self, request_id: str) -> None:
-        """The decode side has what it needs, or its lease ran out."""
-        request = self.requests.get(request_id)
+    def release_held(self, sequence_id: str) -> None:
+        """Let go of a held sequence: the decode worker has what it needs, or its lease ran out."""
+        request = self.requests.get(sequence_id)
         if request is not None and request.state is State.HELD:
-            self.roster.finish(request, "released")
+            self.roster.finish(request)
 
     # ---- planning ----------------------------------------------------------------------------------
 
@@ -197,12 +192,12 @@ class Scheduler:
             if request.state is State.PREFILLING:
                 planner.plan_prefill(request)
         self._admit_waiting()
-        plan = StepPlan(step=step, rows=planner.take_rows(), kv=self.kv.take_plan(step))
+        plan = StepPlan(step=step, scheduled=planner.take_rows(), kv=self.kv.take_plan(step))
         self._moving = False
         return plan
 
     def _admit_waiting(self) -> None:
-        """Take in waiting requests by rank, while nobody who runs lacks pages."""
+        """Admit waiting requests by rank, while no running request lacks pages."""
         roster, planner = self.roster, self.planner
         while not planner.short_of_pages and planner.rows_left > 0:
             if roster.num_running + len(roster.loading) >= self.config.max_num_seqs:
@@ -235,37 +230,37 @@ class Scheduler:
     # ---- loads -------------------------------------------------------------------------------------
 
     def take_loads(self) -> list[tuple[str, tuple[Load, ...]]]:
-        """Loads of requests admitted since the last call, for a connector to start."""
+        """Returns the loads of requests admitted since the last call, for a connector to start."""
         loads, self._new_loads = self._new_loads, []
         return loads
 
-    def load_arrived(self, request_id: str, load: Load) -> None:
-        request = self.roster.loading.get(request_id)
+    def load_arrived(self, sequence_id: str, load: Load) -> None:
+        request = self.roster.loading.get(sequence_id)
         if request is not None:
             self.kv.import_interval(request.kv, load)
             self._maybe_start_loaded(request)
 
-    def load_failed(self, request_id: str, load: Load) -> None:
-        request = self.roster.loading.get(request_id)
+    def load_failed(self, sequence_id: str, load: Load) -> None:
+        request = self.roster.loading.get(sequence_id)
         if request is not None:
             self.kv.fail_load(request.kv, load)
             self._maybe_start_loaded(request)
 
-    def load_lost(self, request_id: str) -> list[tuple[int, list[int]]]:
-        """A transfer that never ended. Returns pages to restore once its handle is destroyed."""
-        request = self.roster.loading.get(request_id)
+    def load_lost(self, sequence_id: str) -> QuarantinedPages:
+        """Give up a transfer that never ended. Its pages are restored once its handle is destroyed."""
+        request = self.roster.loading.get(sequence_id)
         if request is None:
             return []
         if not request.kv.pending_groups() - set(self.kv.layout.draft_groups):
-            aside = self.kv.abandon_draft_loads(request.kv)
+            quarantined = self.kv.abandon_draft_loads(request.kv)
             self._maybe_start_loaded(request)
-            return aside
-        aside = self.kv.abandon_loading(request.kv)
+            return quarantined
+        quarantined = self.kv.abandon_loading(request.kv)
         request.epoch += 1
         self.roster.wait_again(request)
         if self.config.load_failure is LoadFailure.FAIL:
             self._fail(request)
-        return aside
+        return quarantined
 
     def _maybe_start_loaded(self, request: Request) -> None:
         kv = request.kv
@@ -281,7 +276,7 @@ class Scheduler:
             self.roster.hold(request)
             self._fail(request)
         elif reached < kv.hit:
-            # What the index held was given up for the transfer; look again.
+            # What the index held was given up for the transfer; search again.
             self.kv.release(kv)
             self.roster.wait_again(request)
         else:
@@ -289,10 +284,10 @@ class Scheduler:
 
     def _fail(self, request: Request) -> None:
         self._updates.append(Update(request.id, (), "failed"))
-        self._forget(request, "failed")
+        self.roster.finish(request, keep_end=False)
 
     def take_updates(self) -> list[Update]:
-        """Requests that ended outside a step, such as those whose load failed."""
+        """Returns updates of requests that ended outside a step, such as those whose load failed."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -301,8 +296,8 @@ class Scheduler:
     def correct(self, plan: StepPlan) -> StepPlan:
         """Move the rows of a plan made ahead of a verdict to where they really start."""
         rows = []
-        for row in plan.rows:
-            request = self.requests.get(row.request)
+        for row in plan.scheduled:
+            request = self.requests.get(row.sequence_id)
             if request is None or request.epoch != row.epoch or row not in request.flight:
                 continue
             kv = request.kv
@@ -317,7 +312,7 @@ class Scheduler:
             )
             request.flight[request.flight.index(row)] = right
             rows.append(right)
-        return StepPlan(step=plan.step, rows=tuple(rows), kv=plan.kv)
+        return StepPlan(step=plan.step, scheduled=tuple(rows), kv=plan.kv)
 
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[Update]:
         """Take over what a step decided; every request advances to its own v."""
@@ -328,114 +323,105 @@ class Scheduler:
             self._maybe_start_loaded(loaded)
         updates = self.take_updates()
         requests, commit_kv, new_update = self.requests, self._commit_kv, tuple.__new__
-        num_drafts = num_draft_tokens = num_accepted_tokens = 0
-        for row, tokens, proposed in zip(plan.rows, verdict.tokens, verdict.proposed, strict=True):
-            request_id, samples = row.request, row.samples
-            request = requests.get(request_id)
+        for row, tokens, proposed in zip(plan.scheduled, verdict.tokens, verdict.proposed, strict=True):
+            sequence_id, samples = row.sequence_id, row.samples
+            request = requests.get(sequence_id)
             if request is None or not (flight := request.flight) or flight[0] is not row:
-                continue  # gone meanwhile
+                continue  # aborted meanwhile
             del flight[0]
             if not samples:
                 if row.epoch == request.epoch:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
-            known, drafts, finish = request.tokens, row.drafts, None
-            if drafts:
-                num_drafts += 1
-                num_draft_tokens += drafts
-                num_accepted_tokens += len(tokens) - 1
-            if request.stop_tokens or len(known) + len(tokens) >= request.max_total:
+            known, finish = request.tokens, None
+            if request.spec.stop_tokens or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
             known.extend(tokens)
-            forks = verdict.fork_tokens.get(request_id, ()) if samples > 1 else ()
+            forks = verdict.fork_tokens.get(sequence_id, ()) if samples > 1 else ()
             if row.epoch == request.epoch:
                 request.drafts = request.proposed = proposed
                 if forks:
                     commit_kv(request, row, len(known) - 1, keep_window=True)
                 else:
                     commit_kv(request, row, len(known) - 1)
-            updates.append(new_update(Update, (request_id, tokens, finish)))
+            updates.append(new_update(Update, (sequence_id, tokens, finish)))
             if forks:
-                updates += [self._fork(request, row, number, token) for number, token in enumerate(forks, start=1)]
+                updates += [self._fork(request, row, index, token) for index, token in enumerate(forks, start=1)]
             if finish is not None:
                 self._end(request, finish)
-        self.num_drafts += num_drafts
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted_tokens
         self._moving = False
         return updates
 
     def abandon(self, plan: StepPlan | None) -> Abandoned:
-        """Give up the one step in flight, however far it got; None: planning itself was interrupted.
+        """Give up the one step in flight, however far it got; None means that planning itself was interrupted.
 
-        Nobody knows what was written to the pages of those in it, so whoever has rows in it ends, and nothing
-        more of theirs is published. Whoever was only given pages or copies in it is computed again. All others
-        go on. If planning or committing was interrupted, nobody knows who holds what either: then everybody
-        else is computed again, and the cache is emptied.
+        It is unknown what was written to the pages of its requests, so they end, and nothing more of them is
+        published. Requests that were only given pages or copies in it are computed again. All others go on. If
+        planning or committing was interrupted, the ledger itself is unknown: then every other request is
+        computed again, and the cache is emptied.
         """
         if plan is None:
             self._moving = True
         if self._moving:
-            return Abandoned(*self._start_over(() if plan is None else [row.request for row in plan.rows]))
+            return self._start_over(() if plan is None else [row.sequence_id for row in plan.scheduled])
         assert plan is not None
         pool, requests = self.kv.pool, self.requests
         assert plan.step == pool.next_step - 1 <= pool.last_completed + 1, "other steps are in flight too"
         if pool.step_in_flight:
             self.kv.complete(plan.step)
         self.kv.holdings.tell_again(plan.kv)
-        in_it = {row.request for row in plan.rows}
-        told = {change.sequence for change in plan.kv.assignments}
-        ended, aside = [], []
-        for request in [request for request in requests.values() if request.id in in_it | told]:
-            if request.id in in_it or request.state is State.LOADING:
-                ended.append(request.id)
-                aside += self._forget(request, "failed")
+        with_rows = {row.sequence_id for row in plan.scheduled}
+        with_pages = {change.sequence for change in plan.kv.assignments}
+        given_up = Abandoned([], [])
+        for request in [request for request in requests.values() if request.id in with_rows | with_pages]:
+            if request.id in with_rows or request.state is State.LOADING:
+                given_up.ended.append(request.id)
+                given_up.quarantined.extend(self.roster.finish(request, keep_end=False))
             elif request.state is not State.WAITING:
                 self.roster.preempt(request, keep_end=False)
-        return Abandoned(ended, aside)
+        return given_up
 
     def _repair(self) -> None:
-        """If the last call was interrupted, nobody knows who holds what."""
+        """Start over if the last call was interrupted half-way: what each request holds is unknown then."""
         if self._moving:
             states = {request.id: request.state for request in self.requests.values()}
-            ended, _aside = self._start_over()
-            # Whoever was on its way out is expected to be gone.
-            lost = [name for name in ended if states[name] in (State.LOADING, State.HELD)]
-            self._updates += [Update(name, (), "failed") for name in lost]
+            # The others that end were being finished anyway: their callers have given them up.
+            lost = [id for id in self._start_over().ended if states[id] in (State.LOADING, State.HELD)]
+            self._updates += [Update(id, (), "failed") for id in lost]
 
-    def _start_over(self, in_it: Collection[str] = ()) -> tuple[list[str], list[tuple[int, list[int]]]]:
-        """Everybody gives up its KV, and the cache is emptied. Those of a step, and those who load, end."""
+    def _start_over(self, with_rows: Collection[str] = ()) -> Abandoned:
+        """Take the KV from every request, and empty the cache. Requests with rows in a step, and those that load, end;
+        all others are computed again."""
         self._moving = True
-        aside = []
+        quarantined: QuarantinedPages = []
         for request in self.roster.loading.values():
-            aside += self.kv.holdings.set_pending_aside(request.kv)
+            quarantined += self.kv.holdings.set_pending_aside(request.kv)
         ended, kept = [], []
         for request in self.requests.values():
             stays = request.state in (State.WAITING, State.PREFILLING, State.DECODING)
-            if stays and request.id not in in_it and not request.flight and request.id in self.kv.sequences:
+            if stays and request.id not in with_rows and not request.flight and request.id in self.kv.sequences:
                 kept.append(request)
             else:
                 ended.append(request.id)
         self.kv.holdings.start_over(self.kv.sequences, {request.id for request in kept})
         self.roster.start_over(kept)
         self._settling, self._new_loads = [], []
-        self._fork_names = {name: owner for name, owner in self._fork_names.items() if owner in self.requests}
         self._next_step = self.kv.pool.next_step
         self._moving = False
-        return ended, aside
+        return Abandoned(ended, quarantined)
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
             self.roster.hold(request)
         else:
-            self.roster.finish(request, finish)
+            self.roster.finish(request)
 
     def _hands_over(self, request: Request) -> bool:
-        """Is this the end of a prefill worker's part, and not of the request?"""
+        """Whether only a prefill worker's part of the request ends here, and not the request."""
         whole = min(request.prompt_len + request.spec.max_tokens, self.kv.config.max_model_len)
         return self.config.role is Role.PREFILL and request.max_total < whole
 
-    def _commit_kv(self, request: Request, row: StepRow, v: int, *, keep_window: bool = False) -> None:
+    def _commit_kv(self, request: Request, row: ScheduledRequest, v: int, *, keep_window: bool = False) -> None:
         flight, fed_to = request.flight, row.feed_to
         if not flight and fed_to is None and not keep_window:
             self.kv.commit(request.kv, v)
@@ -446,9 +432,9 @@ class Scheduler:
             request.fresh = True
 
     def _cut_at_end(self, request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """The tokens up to the first stop token or the length limit, and what ended them."""
+        """Returns the tokens up to the first stop token or the length limit, and what ended them."""
         finish = None
-        stop = request.stop_tokens
+        stop = request.spec.stop_tokens
         if stop:
             for place, token in enumerate(tokens):
                 if token in stop:
@@ -461,17 +447,15 @@ class Scheduler:
             tokens = tokens[:room]
         return tokens, finish
 
-    def _fork(self, parent: Request, row: StepRow, number: int, token: int) -> Update:
-        """A further continuation of the same prompt; it shares the prompt's pages if there is room to."""
+    def _fork(self, parent: Request, row: ScheduledRequest, index: int, token: int) -> Update:
+        """Start another continuation of the same prompt; it shares the prompt's pages if there is room to."""
         tokens = parent.tokens[: parent.prompt_len]
         tokens.append(token)
-        spec = replace(parent.spec, id=fork_name(parent.spec.id, number), n=1, prompt=tokens[:-1])
-        del self._fork_names[spec.id]
-        child = self._enter(spec, tokens, parent.prompt_len, self._arrivals)
-        self._arrivals += 1
+        spec = replace(parent.spec, sequence_ids=parent.spec.sequence_ids[index : index + 1], prompt=tokens)
+        child = self._enter(spec, tokens, parent.prompt_len)
         finish = "stop" if token in spec.stop_tokens else "length" if len(tokens) >= child.max_total else None
         if finish is not None:
-            self.roster.finish(child, finish)
+            self.roster.finish(child)
         elif row.epoch == parent.epoch and self.num_running < self.config.max_num_seqs:
             try:
                 self.kv.fork(parent.kv, child.kv)

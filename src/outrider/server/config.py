@@ -1,4 +1,4 @@
-"""Settings of a server: where it listens, whom it lets in, and every limit it keeps. Resolved once."""
+"""Settings of a server: its address, its keys, and every limit that it enforces."""
 
 from __future__ import annotations
 
@@ -21,80 +21,72 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class ServerConfig:
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
-    """0: any that is free."""
+    """Port to listen on; 0 means any free port."""
     served_model_names: tuple[str, ...] = ()
-    """What clients call the model; the first is reported. Empty: its own name."""
+    """Names of the model for clients; metrics use the first. Empty means the model's own name."""
     api_keys: tuple[str, ...] = ()
-    """Empty: anybody who can reach the port. Each key is a tenant with a prefix cache of its own."""
+    """Keys of clients; empty means that no key is needed. Each key is a tenant with a prefix cache of its own."""
     admin_keys: tuple[str, ...] = ()
-    """Empty: there are no admin routes."""
+    """Keys of admin routes; without any, these routes do not exist."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names in the Host header that a server without keys on a loopback address answers to."""
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     log_interval_s: float = 5.0
-    """How often the figures are logged while there is work; 0: never."""
+    """Time between log lines with statistics while there is work; 0 means no such lines."""
     otlp_traces_endpoint: str | None = None
 
     body_bytes_max: int = 4 << 20
     prompt_tokens_max: int | None = None
-    """None: what the model's context holds."""
+    """Longest prompt; None means what the model's context holds."""
     prompts_max: int = 64
-    """Prompts in one request for completions."""
+    """Most prompts in one request for completions."""
     messages_max: int = 1024
     n_max: int = 16
     logprobs_max: int = MAX_LOGPROBS
     stop_strings_max: int = 16
     stop_characters_max: int = 256
-    """Of one stop string."""
+    """Longest stop string."""
     logit_bias_max: int = 1024
     tools_max: int = 128
     grammar_bytes_max: int = 64 << 10
-    """Of a JSON schema, a regular expression or any other grammar, and of all tools together."""
-    grammar_compile_limit_s: float = 10.0
+    """Largest JSON schema, regular expression or other grammar, and largest set of tools."""
     render_limit_s: float = 2.0
-    """For one conversation or prompt to become tokens; who takes longer is interrupted."""
+    """Time to render and tokenize one conversation or prompt; a text process that takes longer is killed."""
     text_processes: int = 2
     queue_max: int = 256
-    """Continuations that may wait beyond those that run."""
+    """Most continuations that wait for a place in the batch."""
     request_limit_s: float = 600.0
     idle_limit_s: float = 60.0
-    """A client that takes nothing, or sends nothing of a body it announced, for so long is left."""
+    """Time after which a client is disconnected that neither receives nor sends anything."""
     engine_timeout_s: float = 300.0
-    """An engine process that finishes no step for so long is ended and replaced."""
+    """Time without a finished step after which the engine process is killed and restarted."""
     drain_limit_s: float = 30.0
-    """How long requests that run may go on once the server is told to end."""
+    """Time for which running requests may go on after the server has been told to end."""
 
     def __post_init__(self) -> None:
-        for name in (
+        at_least_1 = (
             "body_bytes_max",
             "prompts_max",
             "messages_max",
             "n_max",
             "stop_strings_max",
             "stop_characters_max",
-            "grammar_bytes_max",
-            "text_processes",
-        ):
+        )
+        for name in (*at_least_1, "grammar_bytes_max", "text_processes"):
             whole_number(getattr(self, name), name, at_least=1)
-        for name in ("logprobs_max", "logit_bias_max", "tools_max", "queue_max", "port"):
-            whole_number(getattr(self, name), name, at_least=0)
         if self.prompt_tokens_max is not None:
             whole_number(self.prompt_tokens_max, "prompt_tokens_max", at_least=1)
+        for name in ("logprobs_max", "logit_bias_max", "tools_max", "queue_max", "port"):
+            whole_number(getattr(self, name), name, at_least=0)
         if self.port > 65535:
-            raise ConfigError(f"port must be at most 65535, got {self.port}; 0 takes any that is free")
+            raise ConfigError(f"port must be at most 65535, got {self.port}; 0 means any free port")
         for name, most in (("n_max", MOST_FORKS), ("logprobs_max", MAX_LOGPROBS)):
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} may be at most {most}, got {getattr(self, name)}")
-        for name in (
-            "grammar_compile_limit_s",
-            "render_limit_s",
-            "request_limit_s",
-            "idle_limit_s",
-            "engine_timeout_s",
-            "drain_limit_s",
-        ):
-            _seconds(getattr(self, name), name, zero=name == "drain_limit_s")
-        _seconds(self.log_interval_s, "log_interval_s", zero=True)
+        for name in ("render_limit_s", "request_limit_s", "idle_limit_s", "engine_timeout_s"):
+            _seconds(getattr(self, name), name, zero=False)
+        for name in ("drain_limit_s", "log_interval_s"):
+            _seconds(getattr(self, name), name, zero=True)
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", self.metrics_prefix):
             raise ConfigError(
                 f"metrics_prefix must be letters, digits, _ and :, such as 'vllm:', got {self.metrics_prefix!r}"
@@ -107,7 +99,9 @@ class ServerConfig:
                 if not isinstance(key, str) or not key or not key.isascii() or not key.isprintable() or " " in key:
                     raise ConfigError(f"{name}: a key consists of printable ASCII characters without spaces")
         if set(self.api_keys) & set(self.admin_keys):
-            raise ConfigError("an admin key is also an API key: whoever may ask could then also drain; use another")
+            raise ConfigError(
+                "an admin key is also an API key, so that every client could drain the server; use another"
+            )
 
     @property
     def is_loopback(self) -> bool:

@@ -1,9 +1,9 @@
-"""What the front end and the engine process tell each other: typed, as MessagePack, one message per ZMQ frame.
+"""Messages between the front end and the engine process: typed, as MessagePack, one message per ZMQ frame.
 
     front end ──Submit, Abort, ResetCache, LookAtPages, AreYouAlive, Stop──▶ engine process
     front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Alive── engine process
 
-Nothing is ever unpickled: a frame that is no such message is refused by the decoder.
+Nothing is ever unpickled: the decoder refuses a frame that is none of these messages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import msgspec
 
 from outrider.config import EngineConfig
+from outrider.engine.speculation import SpeculationCounts
+from outrider.models.tokenizer import Tokenizer, tokenizer_from_json
 from outrider.sampling import SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base of all of them. As arrays: names of fields do not travel."""
+    """Base of all messages. They are encoded as arrays, without field names."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Part of a message."""
+    """Base of the parts of messages."""
 
 
 # ---- to the engine ---------------------------------------------------------------------------------
@@ -30,7 +32,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str
     engine: EngineConfig
-    grammar_compile_limit_s: float
 
 
 class Submit(Message, frozen=True, kw_only=True):
@@ -38,14 +39,14 @@ class Submit(Message, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_s: float
-    """When the client's request arrived; times are of the machine's monotonic clock, which processes share."""
+    """When the client's request arrived. All times are of the machine's monotonic clock, which processes share."""
     tenant: str = ""
-    """Who is told what the prefix cache gave to it."""
+    """The tenant among whose recent cache hits this request is listed."""
     salt: str = ""
     priority: int = 0
     speculate: bool = True
     stream: bool = True
-    """False: one delta, at the end."""
+    """False for one delta, at the end."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -84,12 +85,31 @@ class Broken(Message, frozen=True, kw_only=True):
     """The engine could not be built; the process ends."""
 
     kind: str
-    """The error's class."""
+    """Name of the error's class."""
     message: str
 
 
+class TextFacts(Record, frozen=True, kw_only=True):
+    """What turns text into tokens, in the front end and in text processes."""
+
+    tokenizer: str
+    """The tokenizer, as JSON of the tokenizers library."""
+    tokenizer_source: str
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    templates: dict[str, str]
+    """Chat templates by name; empty for a model that has none."""
+    template_source: str
+    template_variables: dict[str, str]
+
+    def make_tokenizer(self) -> Tokenizer:
+        return tokenizer_from_json(
+            self.tokenizer, source=self.tokenizer_source, bos_id=self.bos_id, eos_ids=self.eos_ids
+        )
+
+
 class Facts(Record, frozen=True, kw_only=True):
-    """What the front end must know of the engine."""
+    """What the front end must know about the engine."""
 
     model_name: str
     fingerprint: str
@@ -98,17 +118,9 @@ class Facts(Record, frozen=True, kw_only=True):
     vocab_size: int
     device: str
     dtype: str
-    tokenizer: str
-    """As the tokenizers library writes it."""
-    tokenizer_source: str
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    templates: dict[str, str]
-    """Empty for a model that is not made for conversations."""
-    template_source: str
-    template_variables: dict[str, str]
+    text: TextFacts
     sampling_defaults: dict[str, float]
-    """What the model's makers recommend; only what they say."""
+    """The settings that the model's makers recommend."""
     drafter: str | None
     drafts_max: int
     kv_tokens: int
@@ -128,9 +140,9 @@ class Refused(Message, frozen=True, kw_only=True):
     request_id: str
     message: str
     is_ours: bool = False
-    """The engine failed; the request may be right."""
+    """Whether the engine failed, so that nothing may be wrong with the request."""
     is_for_now: bool = False
-    """The same request may be served later."""
+    """Whether the same request may be served later."""
 
 
 class Scored(Record, frozen=True, kw_only=True):
@@ -139,34 +151,29 @@ class Scored(Record, frozen=True, kw_only=True):
     top: list[tuple[int, float]]
 
 
-class SpeculationFigures(Record, frozen=True, kw_only=True):
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    accepted_at: list[int]
-
-
 class Ending(Record, frozen=True, kw_only=True):
-    """Of a whole request, all its continuations."""
+    """How a whole request ended, with all its continuations."""
 
     arrival_s: float
-    """At the front end."""
+    """When the request arrived at the front end."""
     scheduled_s: float | None
     first_token_s: float | None
     finished_s: float
     prompt_tokens: int
     generated_tokens: int
     longest_tokens: int = 0
-    """Of the longest continuation."""
+    """Number of tokens of the longest continuation."""
     cached_tokens: int
     steps: int
-    speculation: SpeculationFigures
+    speculation: SpeculationCounts
     prompt_logprobs: list[Scored | None] | None = None
     error: str | None = None
+    is_ours: bool = True
+    """Whether the engine caused the error, and not the request's own settings."""
 
 
 class Delta(Record, frozen=True, kw_only=True):
-    """What one continuation gained. The pieces of its tokens, put together, are its text."""
+    """What one continuation gained. The joined pieces of its tokens are its text."""
 
     request_id: str
     index: int
@@ -174,7 +181,7 @@ class Delta(Record, frozen=True, kw_only=True):
     token_ids: list[int]
     pieces: list[str]
     origins: str
-    """One letter for each token: the first of its origin's name."""
+    """One letter for each token: the first letter of its origin's name."""
     logprobs: list[Scored] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -182,13 +189,13 @@ class Delta(Record, frozen=True, kw_only=True):
 
 
 class Counters(Record, frozen=True, kw_only=True):
-    """Totals since the engine started, and how things stand."""
+    """Totals since the engine started, and current figures."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
     aborted: int = 0
-    """Requests whose clients left."""
+    """Number of requests whose clients disconnected."""
     preemptions: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -202,14 +209,14 @@ class Counters(Record, frozen=True, kw_only=True):
     accepted_at: list[int] = []
     dropped_drafts: int = 0
     violations: int = 0
-    """Broken invariants that the sanitizer has seen."""
+    """Number of broken invariants that the sanitizer has seen."""
 
 
 class StepReport(Message, frozen=True, kw_only=True):
     deltas: list[Delta]
     counters: Counters
     gaps_s: list[float]
-    """Times between two steps that yielded tokens for the same request, since the last report."""
+    """Times between two steps that yielded tokens for the same request, measured since the last report."""
 
 
 class CacheWasReset(Message, frozen=True, kw_only=True):
@@ -234,8 +241,9 @@ class GroupPageCounts(Record, frozen=True, kw_only=True):
 
 class RecentHit(Record, frozen=True, kw_only=True):
     number: int
-    """Requests of its tenant since the engine started: who watches can tell new ones from those already seen."""
-    age_s: float
+    """Number of the tenant's requests since the engine started, by which a viewer tells new hits from known ones."""
+    at_s: float
+    """When the request was scheduled, by the machine's monotonic clock."""
     prompt_tokens: int
     cached_tokens: int
 
@@ -246,14 +254,14 @@ class Pages(Message, frozen=True, kw_only=True):
     arenas: list[ArenaPages]
     groups: list[GroupPageCounts]
     recent_hits: dict[str, list[RecentHit]]
-    """By tenant, the latest first."""
+    """Recent hits of each tenant, the latest first."""
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """Said between two steps."""
+    """The answer to AreYouAlive, sent between two steps."""
 
     steps: int
-    """Done so far."""
+    """Number of steps so far."""
     has_work: bool
 
 

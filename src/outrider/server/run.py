@@ -1,4 +1,4 @@
-"""Runs a server until it is told to end: socket, engine, HTTP, signals, drain."""
+"""Runs a server until it is told to end: its socket, engine, HTTP server, signals and drain."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from outrider.server.observe.tracing import make_tracer
 logger = logging.getLogger("outrider.server")
 
 BACKLOG = 2048
-LAST_ANSWERS_S = 0.2
+LAST_RESPONSES_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Announcements:
-    """Whom to tell about what; the command line prints it."""
+    """Callbacks for loading progress and readiness; the command line prints them."""
 
     loading: Callable[[Loading], None] = lambda loading: None
     ready: Callable[[str, Facts], None] = lambda url, facts: None
 
 
 def serve(config: ServerConfig, engine: EngineConfig, announcements: Announcements) -> None:
-    """Returns after a drain; raises ConfigError or ModelError if it cannot begin."""
+    """Serves until a drain has ended; raises ConfigError or ModelError if the server cannot start."""
     listener = listen(config)
     try:
         asyncio.run(_Run(config, engine, announcements, listener).run())
@@ -51,7 +51,7 @@ def serve(config: ServerConfig, engine: EngineConfig, announcements: Announcemen
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Before anything is loaded: a port that is taken is known at once."""
+    """Returns a listening socket. Opened before the model is loaded, so that a port in use is reported at once."""
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -61,13 +61,13 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.bind(address)
         listener.listen(BACKLOG)
     except (OSError, UnicodeError) as problem:
-        # A name that cannot even be asked for is a UnicodeError.
+        # A host name that cannot be encoded is a UnicodeError.
         reason = getattr(problem, "strerror", None) or str(problem)
         bad_host = isinstance(problem, socket.gaierror | UnicodeError) or problem.errno == errno.EADDRNOTAVAIL
         advice = (
             "--host takes an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
             if bad_host
-            else "choose another --port, or --port 0 for any that is free"
+            else "choose another --port, or --port 0 for any free port"
         )
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; {advice}") from None
     listener.setblocking(False)
@@ -79,42 +79,39 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _is_no_cut_off_answer(record: logging.LogRecord) -> bool:
-    """The HTTP server logs answers that it cuts off at its end as if the application had failed."""
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Filters out answers that were cut off at shutdown, which uvicorn logs as failures of the application."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: the first begins a drain, it does not end anything."""
+    """A uvicorn server that leaves signals to `Drain`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
 class _Run:
-    def __init__(
-        self, config: ServerConfig, engine: EngineConfig, announcements: Announcements, listener: socket.socket
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._announcements = announcements
-        self._listener = listener
+    config: ServerConfig
+    engine: EngineConfig
+    announcements: Announcements
+    listener: socket.socket
 
     async def run(self) -> None:
         figures = Figures()
-        tracer = make_tracer(self._config.otlp_traces_endpoint)
+        tracer = make_tracer(self.config.otlp_traces_endpoint)
         supervisor = Supervisor(
-            self._engine,
-            grammar_compile_limit_s=self._config.grammar_compile_limit_s,
-            timeout_s=self._config.engine_timeout_s,
+            self.engine,
+            timeout_s=self.config.engine_timeout_s,
             on_report=figures.take,
             on_end=figures.engine_ended,
-            on_loading=self._announcements.loading,
+            on_loading=self.announcements.loading,
         )
-        names = self._config.served_model_names or (self._engine.model,)
-        metrics = Metrics(self._config.metrics_prefix, figures, names[0])
-        service = Service(self._config, supervisor, metrics, tracer)
+        names = self.config.served_model_names or (self.engine.model,)
+        metrics = Metrics(self.config.metrics_prefix, figures, names[0])
+        service = Service(self.config, supervisor, metrics, tracer)
         app = make_app(service)
         server = _Server(
             uvicorn.Config(
@@ -123,20 +120,20 @@ class _Run:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                http=protocol_with(self._config.idle_limit_s),
+                http=protocol_with(self.config.idle_limit_s),
                 timeout_graceful_shutdown=5,
             )
         )
-        logging.getLogger("uvicorn.error").addFilter(_is_no_cut_off_answer)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         drain = Drain(service, server)
         service.begin_drain = drain.begin
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, drain.asked)
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+            loop.add_signal_handler(number, drain.on_signal)
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         logging_figures = None
-        if self._config.log_interval_s:
-            logging_figures = asyncio.create_task(log_figures(figures, self._config.log_interval_s))
+        if self.config.log_interval_s:
+            logging_figures = asyncio.create_task(log_figures(figures, self.config.log_interval_s))
         supervisor.start()
         try:
             await self._become_ready(service, serving)
@@ -152,31 +149,32 @@ class _Run:
 
     async def _become_ready(self, service: Service, serving: asyncio.Task[None]) -> None:
         ready = service.supervisor.first_ready
-        # Told to end before there is anything to serve.
+        # `serving` ends first if a signal arrives while the model is loaded.
         await asyncio.wait((ready, serving), return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             return
-        facts, url = await ready, url_of(self._listener)
+        facts, url = await ready, url_of(self.listener)
         await service.prepare(facts)
-        # Told to end meanwhile: nobody can reach it any more.
+        # A drain may have begun in the meantime.
         if not service.draining:
-            self._announcements.ready(url, facts)
+            self.announcements.ready(url, facts)
 
 
 class Drain:
-    """Nothing new is taken; what runs may finish, within limits; then the server ends. A second signal ends it."""
+    """Refuses new requests, lets running ones finish within a limit, then ends the server. A second signal ends it at
+    once."""
 
     def __init__(self, service: Service, server: uvicorn.Server) -> None:
         self._service = service
         self._server = server
         self._task: asyncio.Task[None] | None = None
         self._signalled = False
-        self._at_once = asyncio.Event()
+        self._hurry = asyncio.Event()
 
-    def asked(self) -> None:
-        """By a signal. One that comes after a drain was asked for over HTTP is the first all the same."""
+    def on_signal(self) -> None:
+        """Begins a drain, or at the second signal ends it. A drain over HTTP does not count as the first signal."""
         if self._signalled:
-            self._at_once.set()
+            self._hurry.set()
         self._signalled = True
         self.begin()
 
@@ -190,16 +188,16 @@ class Drain:
         if requests.num_jobs:
             logger.info("draining: %d requests may go on for up to %g s", requests.num_jobs, limit_s)
         else:
-            logger.info("no request is open; the server ends")
+            logger.info("no request is open; shutting down")
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while requests.num_jobs and not self._at_once.is_set():
+                while requests.num_jobs and not self._hurry.is_set():
                     await asyncio.sleep(0.05)
         if requests.num_jobs:
             logger.warning("%d requests did not finish in time", requests.num_jobs)
             requests.fail_all(server_ends())
-            await asyncio.sleep(LAST_ANSWERS_S)
+            await asyncio.sleep(LAST_RESPONSES_S)
         self._server.should_exit = True
-        # From here on it is up to connections that take their time to close.
-        await self._at_once.wait()
+        # Connections may take long to close; a second signal does not wait for them.
+        await self._hurry.wait()
         self._server.force_exit = True

@@ -1,1 +1,1 @@
-"""Drafters: their torch-free footprints, and (with a model) their networks."""
+"""Speculation: drafters, their registry, and the rule by which drafts are accepted."""

@@ -1,26 +1,29 @@
 """What every drafter does: feed and propose, never one for the other.
 
-feed     writes the durable slots for newly committed tokens; runs at every step, whatever k is
+feed     the draft model's prefill: writes the durable slots for newly committed tokens, at every step, whatever k is
 propose  writes scratch and returns drafts; may be skipped for any request at any step
-step     both, in this order
+step     feeds, then proposes
 
-What it writes where follows from its footprint; the runner reports it to the sanitizer from there.
+The slots that a drafter reads and writes follow from its footprint; the runner reports them to the sanitizer from
+there.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from outrider.backends.attention import PagedKV
+from outrider.backends.base import Argmax
+from outrider.backends.batch import BatchBuilder
+from outrider.errors import ExtensionError
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.intervals import Interval
-from outrider.layers.attention import PagedKV
-from outrider.layers.ops import Greatest
-from outrider.layers.rows import RowBuilder
 from outrider.models.kv_groups import LayerGroups
 from outrider.speculative.vocabulary import DraftVocabulary
 
@@ -36,12 +39,13 @@ class DraftedRequest(Protocol):
         """Committed tokens, the last sampled one included."""
 
     @property
-    def line(self) -> int:
-        """Its line in the page tables."""
+    def table_row(self) -> int:
+        """The request's row in the block tables."""
 
     @property
     def draws_depend(self) -> bool:
-        """Does what may be drawn at a position depend on the drafts before it (penalties, a least length, a form)?"""
+        """Whether the tokens that may be drawn at a position depend on the drafts before it, as they do with
+        penalties, a minimum length or a grammar."""
 
 
 class FeedRow(NamedTuple):
@@ -49,16 +53,72 @@ class FeedRow(NamedTuple):
     interval: Interval
     """Durable slots to write."""
     taps_at: int
-    """The row of the tapped hidden states that belongs to interval.start."""
+    """The row of this step's taps that belongs to interval.start."""
     proposes: bool
-    """A proposal follows in this step."""
+    """Whether a proposal for this request follows in this step."""
 
 
 class ProposeRow(NamedTuple):
     request: DraftedRequest
     v: int
-    """The last sampled token sits here; drafts are for v + 1 and on."""
+    """Position of the last sampled token; drafts are for v + 1 and on."""
     k: int
+    """Most drafts that may be proposed."""
+    tap_row: int | None = None
+    """The row of this step's taps that belongs to the last accepted token, at v - 1; None if the drafter's footprint
+    has no taps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The drafts for one request, and how sure the drafter is of them, if it has an estimate of its own."""
+
+    drafts: list[int]
+    probabilities: Sequence[float] | None = None
+    """For each draft, the probability that it is accepted if all drafts before it are. It decides how many drafts are
+    verified. None: the probability of the largest logit decides."""
+
+    @classmethod
+    def of(cls, found: list[int] | Proposal) -> Proposal:
+        return found if isinstance(found, Proposal) else cls(found)
+
+
+def checked_proposals(
+    drafter: str, found: object, rows: Sequence[ProposeRow], *, vocab_size: int
+) -> Sequence[Proposal]:
+    """Returns what a drafter proposed for these rows, or raises ExtensionError with what is wrong with it. A drafter
+    may come from another package, and a wrong token id would end every request of the next step."""
+    if not isinstance(found, Sequence) or len(found) != len(rows):
+        got = f"{len(found)} of them" if isinstance(found, Sequence) else type(found).__name__
+        raise ExtensionError(
+            f"the drafter {drafter!r} must return a list of drafts or a Proposal for each of {len(rows)} rows, "
+            f"not {got}"
+        )
+    proposals = []
+    for row, each in zip(rows, found, strict=True):
+        proposal = each if isinstance(each, Proposal) else Proposal(each)
+        drafts, probabilities = proposal.drafts, proposal.probabilities
+        if not isinstance(drafts, list):
+            raise ExtensionError(
+                f"the drafter {drafter!r} must return its drafts as a list of token ids, not as {type(drafts).__name__}"
+            )
+        if len(drafts) > row.k:
+            raise ExtensionError(f"the drafter {drafter!r} proposed {len(drafts)} drafts where {row.k} were asked for")
+        for token in drafts:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ExtensionError(
+                    f"the drafter {drafter!r} proposed {token!r}; drafts are token ids from 0 to {vocab_size - 1}"
+                )
+        if probabilities is not None and (
+            len(probabilities) != len(drafts)
+            or not all(isinstance(probability, int | float) and 0 <= probability <= 1 for probability in probabilities)
+        ):
+            raise ExtensionError(
+                f"the drafter {drafter!r} proposed {len(drafts)} draft(s) with the probabilities "
+                f"{list(probabilities)}; it must give one in [0, 1] for each draft, or None"
+            )
+        proposals.append(proposal)
+    return proposals
 
 
 class DrawRow(NamedTuple):
@@ -71,25 +131,23 @@ class DrawRow(NamedTuple):
 
 class Draw(Protocol):
     def __call__(
-        self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary, found: Greatest | None = None, /
+        self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary, argmax: Argmax | None = None, /
     ) -> list[int]:
-        """`found`: the largest of these logits, where somebody has looked already."""
+        """Chooses a draft for each row. `argmax`: that of the logits, where it is known already."""
 
 
 class DraftServices(NamedTuple):
-    """What the runner lends to a drafter once memory is laid out."""
+    """What the runner gives a drafter once memory is laid out."""
 
-    rows: RowBuilder
+    batches: BatchBuilder
     groups: range
     """The drafter's groups in the layout."""
     kv: tuple[PagedKV, ...]
-    """Per layer of the drafter."""
+    """The pages of each of the drafter's layers."""
     draw: Draw
     """Choose as the target would if these were its logits: the same processors, the same noise."""
-    weighs: Callable[[], bool]
-    """Whether drawing asks how likely drafts are."""
     worth_going_on: Callable[[DraftedRequest], bool]
-    """Whether the drafts drawn for it so far are likely enough that a further one may count."""
+    """Whether the drafts drawn for a request so far are likely enough that a further one may be verified."""
 
 
 def draw_one_more(
@@ -100,8 +158,8 @@ def draw_one_more(
     drafting: Sequence[int],
     vocabulary: DraftVocabulary,
 ) -> list[int]:
-    """Add the next draft of each row that `drafting` numbers; `logits` has a line for each of them. Returns the places
-    in `drafting` of those that go on: they may have more drafts, and it is worth it."""
+    """Adds the next draft of each row that `drafting` numbers; `logits` has one row for each of them. Returns the
+    indices into `drafting` of the rows that go on: they may have more drafts, and are likely enough to."""
     draws = [
         DrawRow(rows[number].request, rows[number].v + 1 + len(drafts[number]), tuple(drafts[number]))
         for number in drafting
@@ -115,29 +173,42 @@ def draw_one_more(
     ]
 
 
-class Drafter(ABC):
+def tap_rows(taps: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns the taps of runs of rows (first, count), one after the other: [rows, taps * hidden]."""
+    first, count = runs[0]
+    if len(runs) == 1:
+        return taps[first : first + count]
+    return taps[torch.tensor([row for first, count in runs for row in range(first, first + count)], device=taps.device)]
+
+
+class Drafter:
+    """A loaded drafter. It implements `propose`, or `step` if its proposals read taps."""
+
     footprint: KVFootprint
     layer_groups: LayerGroups | None = None
-    """Its layers in their groups; None for a drafter without KV."""
+    """The drafter's layers in their KV groups; None for a drafter without KV."""
     usual_k: int = 4
-    """How many drafts it is asked for where the user does not say."""
+    """Number of drafts per step if the user does not choose one."""
 
     def bind(self, services: DraftServices) -> None:
         """Called once, before anything else."""
 
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
-        """Write the durable slots of every row. `taps`: hidden states of this step's target rows, side by side; they
-        last until the step ends."""
+        """Writes the durable slots of every row. `taps` are the hidden states of this step's target rows, those of
+        several layers side by side; they are valid until the step ends."""
 
-    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
-        """Feed, then propose; either may be nothing. For drafters that are quicker with both at once."""
+    def step(
+        self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]
+    ) -> Sequence[list[int] | Proposal]:
+        """Feeds, then proposes; either list may be empty. Override it to read `taps` when proposing, at the rows'
+        `tap_row`, or to do both in one pass."""
         if feeds:
             self.feed(feeds, taps)
         return self.propose(proposals) if proposals else []
 
-    @abstractmethod
-    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
-        """At most k drafts for each row: all that were made, however unlikely."""
+    def propose(self, rows: Sequence[ProposeRow]) -> Sequence[list[int] | Proposal]:
+        """Returns at most k drafts for each row, however unlikely they are."""
+        raise NotImplementedError(f"{type(self).__name__} implements neither propose nor step")
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drops what is kept for a request that has ended."""

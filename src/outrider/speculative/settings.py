@@ -1,4 +1,4 @@
-"""What a drafter must fit: the target, the operations, the pages, the device."""
+"""What a drafter is loaded for: the target, the operations, the pages, the device."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.layers.ops import Ops
+from outrider.backends.base import Backend
 from outrider.models.load import LoadedModel
-from outrider.models.packing import Packer
 from outrider.models.parameters import Matrix
+from outrider.models.weight_forms import DENSE, WeightForms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DrafterSettings:
     target: LoadedModel
-    ops: Ops
+    backend: Backend
     page_tokens: int
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
-    as_stored: bool = False
-    """Matrices that a file stores in fewer bits than `dtype` stay so."""
+    forms: WeightForms = DENSE
+    """The forms in which the backend keeps weights that a file stores in fewer bits than `dtype`."""
     packed: bool = False
-    """Matrices of 16 bits are kept in 8: half the memory to read, at the price of a draft now and then."""
+    """Matrices of 16 bits are kept in 8: half the memory to read, and slightly fewer drafts are accepted."""
     draft_vocab_size: int | None = None
-    """Draft only so many of the most frequent tokens; 0: all; None: what pays here."""
+    """Number of tokens to draft from, the most frequent ones; 0: all; None: what is fastest on this device."""
     most_drafts: int | None = None
-    """No request will ever want more; None: as many as the drafter is made for."""
+    """Most drafts that any request will ask for; None: as many as the drafter is made for."""
     progress: Callable[[str, int, int], None] | None = None
+    """Called with what is being loaded, the amount done and the total."""
     taps: tuple[int, ...] | None = None
-    """Target layers to read in place of those that the checkpoint names; for finding out which are right."""
+    """Target layers to read instead of those that the checkpoint names, to find out which ones are right."""
 
     def fingerprint(self, weights: str) -> str:
-        """Of a drafter with these weights: what it keeps also depends on where it reads."""
+        """The fingerprint of a drafter with these weights. Its KV also depends on the layers it reads and on how its
+        weights are stored."""
         taps = "" if self.taps is None else f"/taps {','.join(map(str, self.taps))}"
         return f"{weights}{taps}{'/8 bits' if self.packed else ''}"
 
     def packer(self) -> Callable[[Matrix], Matrix]:
-        """What a drafter does with each of its matrices."""
-        return Packer() if self.packed else lambda matrix: matrix
+        """Returns the function that a drafter applies to each of its matrices when it is loaded."""
+        return self.backend.compact if self.packed else lambda matrix: matrix

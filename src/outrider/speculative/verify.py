@@ -1,4 +1,4 @@
-"""Which tokens a step commits, given its drafts and what the target sampled."""
+"""The accept rule: which tokens a step commits, given its drafts and the tokens that the target sampled."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
-    """The tokens one request gains: `sampled` holds the target's choice at each draft and after the last.
+    """Returns the tokens that one request gains. `sampled` holds the target's choice at each draft and after the last.
 
     A row that could not be sampled holds a number that is no token id. It equals no draft, so it can only be
-    the last token returned, and only if everything before it was accepted.
+    the last token returned, and only if all drafts before it were accepted.
     """
     assert len(sampled) == len(drafts) + 1
     # Drafts are accepted while they equal what the target sampled at their position;

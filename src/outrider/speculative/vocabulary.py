@@ -1,4 +1,4 @@
-"""A drafter's own, smaller vocabulary."""
+"""The tokens that a drafter can propose: all of the target's, or a reduced vocabulary of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DraftVocabulary:
     size: int
-    """Tokens of the target."""
+    """Number of tokens of the target."""
     target_ids: Tensor | None = None
-    """int64 [draft tokens]: what the target calls each of them; None where the two vocabularies are one."""
+    """int64 [draft tokens]: the target's id of each draft token; None if both use the same ids."""
 
     _listed: list[int] | None = field(default=None, init=False, repr=False)
-    """The same, for the few of a step: going through tensors takes longer than the look-up."""
+    """`target_ids` as a list: for the few tokens of a step, tensor operations take longer than the look-up."""
 
     def ids(self, places: Sequence[int]) -> list[int]:
-        """What the target calls the tokens at these places of the drafter's vocabulary."""
+        """The target's ids of the tokens at these places of the drafter's vocabulary."""
         if self.target_ids is None:
             return list(places)
         if self._listed is None:
@@ -28,7 +28,7 @@ class DraftVocabulary:
         return [self._listed[place] for place in places]
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; tokens that cannot be drafted get none."""
+        """Logits over the target's vocabulary; tokens that cannot be drafted get minus infinity."""
         if self.target_ids is None:
             if logits.shape[1] == self.size:
                 return logits

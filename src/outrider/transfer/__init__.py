@@ -1,1 +1,1 @@
-"""Moving KV between workers: torch-free logic here, transports in files of their own."""
+"""Moving KV between workers: the torch-free logic. There is no transport yet; the simulation has a virtual one."""

@@ -21,12 +21,12 @@ from outrider.kv.checked import checked_interval, is_word, whole_number
 from outrider.kv.intervals import Interval, SlotRun, pages_under, pair
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import Load
-from outrider.kv.pages import SINK
+from outrider.kv.pages import NULL_PAGE
 from outrider.kv.prefix import CacheIdentity
 
 
 class GroupSignature(NamedTuple):
-    """What must be equal for slots of two groups to be interchangeable."""
+    """The properties that must be equal for slots of two groups to be interchangeable."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class GroupSignature(NamedTuple):
     reach: int
     owner: str
     identity: str
-    """The weights, dtype and layout that the bytes come from, and which part of them this rank holds."""
+    """The weights, dtype and layout that the bytes come from, and the part of them that this rank holds."""
 
 
 def signatures(layout: KVLayout, identity: CacheIdentity) -> tuple[GroupSignature, ...]:
@@ -54,7 +54,7 @@ def signatures(layout: KVLayout, identity: CacheIdentity) -> tuple[GroupSignatur
 
 
 class OfferedGroup(NamedTuple):
-    """Durable slots of one group on the prefill side. `pages` is indexed by page number."""
+    """Durable slots that a prefill worker offers of one group. `pages` is indexed by page number."""
 
     interval: Interval
     pages: tuple[int, ...]
@@ -63,10 +63,10 @@ class OfferedGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What P holds for a request: tokens, and slots per group."""
+    """What a prefill worker holds for a request: its tokens, and slots per group."""
 
     engine: str
-    """A fresh id per start of the worker, so that a restarted peer is never mistaken for the old one."""
+    """An id that is new at each start of the worker, so that a restarted peer is never mistaken for the old one."""
     request: str
     lease: int
     tokens: tuple[int, ...]
@@ -76,11 +76,11 @@ class Offer:
         for name in ("engine", "request"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise TransferError(
-                    f"an offer names its {name}, got {getattr(self, name)!r}; is the peer of this version?"
+                    f"an offer names its {name}, got {getattr(self, name)!r}; run the same version on both workers"
                 )
         whole_number(self.lease, f"{self}: lease", at_least=0, error=TransferError)
         if not isinstance(self.tokens, tuple) or not all(is_word(token) for token in self.tokens):
-            raise TransferError(f"{self}: tokens must be a tuple of token ids; is the peer of this version?")
+            raise TransferError(f"{self}: tokens must be a tuple of token ids; run the same version on both workers")
         if not isinstance(self.groups, Mapping):
             raise TransferError(f"{self}: groups must map signatures to what is offered, got {self.groups!r}")
         for signature, group in self.groups.items():
@@ -91,7 +91,7 @@ class Offer:
 
     def _check_group(self, signature: GroupSignature, group: OfferedGroup) -> None:
         if not isinstance(signature, GroupSignature) or not isinstance(group, OfferedGroup):
-            raise TransferError(f"{self}: {signature!r} is no group of an offer; is the peer of this version?")
+            raise TransferError(f"{self}: {signature!r} is no group of an offer; run the same version on both workers")
         what = f"{self}: group {signature.name}"
         interval, pages, size = group
         whole_number(size, f"{what}: page_tokens", at_least=1, error=TransferError)
@@ -106,12 +106,12 @@ class Offer:
                 f"{what} covers {interval} with pages of {size} tokens, which takes {touched.stop} page(s), but it "
                 f"lists {len(pages)}; ask the peer for a new offer"
             )
-        if any(pages[number] == SINK for number in touched):
+        if any(pages[number] == NULL_PAGE for number in touched):
             raise TransferError(f"{what} covers {interval}, but lists a page there that it does not hold")
 
 
 def shared_groups(local: KVLayout, identity: CacheIdentity, remote: Sequence[GroupSignature]) -> frozenset[int]:
-    """The handshake: local group numbers that the peer can send.
+    """Returns the local group numbers that the peer can send: the handshake.
 
     Target groups must all be there, from the same weights. Draft groups that the peer lacks are left out, and
     counted by the caller.
@@ -136,7 +136,7 @@ def shared_groups(local: KVLayout, identity: CacheIdentity, remote: Sequence[Gro
 
 
 def offered_intervals(local: KVLayout, identity: CacheIdentity, offer: Offer) -> dict[int, Interval]:
-    """What a peer holds of a request, by local group number."""
+    """Returns what a peer holds of a request, by local group number."""
     own = signatures(local, identity)
     groups = shared_groups(local, identity, tuple(offer.groups))
     return {g: offer.groups[own[g]].interval for g in sorted(groups)}
@@ -145,7 +145,7 @@ def offered_intervals(local: KVLayout, identity: CacheIdentity, offer: Offer) ->
 def plan_pull(
     layout: KVLayout, identity: CacheIdentity, load: Load, offer: Offer, table: Sequence[int]
 ) -> tuple[SlotRun, ...]:
-    """Slots to copy for one load. Raises TransferError if the peer does not hold all of it."""
+    """Returns the slots to copy for one load. Raises TransferError if the peer does not hold all of it."""
     signature = signatures(layout, identity)[load.group]
     offered = offer.groups.get(signature)
     if offered is None or not offered.interval.covers(load.interval):
@@ -165,7 +165,7 @@ def plan_pull(
 
 @dataclass(slots=True)
 class LeaseBook:
-    """P's promises to keep pages in place. Times are whatever clock the worker runs on."""
+    """A prefill worker's promises to keep pages in place. Times are ticks of the worker's clock."""
 
     duration: int
     _ends: dict[int, int] = field(default_factory=dict)
@@ -180,21 +180,15 @@ class LeaseBook:
         return lease
 
     def held(self, lease: int) -> bool:
-        """Were the pages in place from the grant until now? D asks this after the last byte has arrived."""
+        """Whether the pages were in place from the grant until now; D asks this after the last byte has arrived."""
         return lease in self._ends
 
-    def renew(self, lease: int, now: int) -> bool:
-        if lease not in self._ends:
-            return False
-        self._ends[lease] = now + self.duration
-        return True
-
     def release(self, lease: int) -> str | None:
-        """D is done. Returns the request whose pages may go, or None if the lease had ended before."""
+        """End a lease. Returns the request whose pages may be released, or None if the lease had ended before."""
         self._ends.pop(lease, None)
         return self._owners.pop(lease, None)
 
     def expire(self, now: int) -> list[str]:
-        """End every lease that has run out; their requests' pages may go."""
+        """End every lease that has run out. Returns the requests whose pages may be released."""
         ended = [lease for lease, end in self._ends.items() if end <= now]
         return [request for lease in ended if (request := self.release(lease)) is not None]

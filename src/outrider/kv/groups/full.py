@@ -28,5 +28,9 @@ class Full(GroupKind):
         return length
 
     @property
+    def slides(self) -> bool:
+        return False
+
+    @property
     def label(self) -> str:
         return "full"

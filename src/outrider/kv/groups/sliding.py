@@ -58,5 +58,9 @@ class Sliding(GroupKind):
         return min(length, self.window - 1 + margin + step_tokens)
 
     @property
+    def slides(self) -> bool:
+        return True
+
+    @property
     def label(self) -> str:
         return f"sliding:{self.window}"

@@ -1,4 +1,4 @@
-"""What a family says about its checkpoints, and what most families say alike."""
+"""The recipe of a model family, and what most families have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.models.recipes.layout import Layout, decoder_layout
 from outrider.models.recipes.rope import FULL, SLIDING, rope_of
 from outrider.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
 
-# Far above any real model: a damaged file must not keep the loader busy.
+# Far above any real model, so that a damaged file cannot occupy the loader.
 LAYERS_MAX = 10_000
 EXPERTS_MAX = 10_000
 
@@ -21,28 +21,28 @@ EXPERTS_MAX = 10_000
 class Recipe:
     family: str
     architectures: tuple[str, ...]
-    """As in the `architectures` of a Hugging Face configuration."""
+    """Values of `architectures` in a Hugging Face configuration."""
     model_types: tuple[str, ...]
-    """As in its `model_type`, for files that leave `architectures` out."""
+    """Values of `model_type`, for files without `architectures`."""
     gguf: str | None = None
-    """As in the `general.architecture` of a GGUF file."""
+    """Value of `general.architecture` in a GGUF file."""
     gguf_interleaved_heads: bool = False
-    """GGUF holds query and key rows in the order that rotates neighbours instead of halves."""
+    """Whether GGUF stores query and key rows interleaved, for rotation of neighbours instead of halves."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
-    """What GGUF calls tensors of a layer, where it differs from what it calls those of Llama."""
+    """GGUF names of a layer's tensors that differ from those of Llama."""
     gguf_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
-    """What a GGUF file leaves unsaid because it follows from the rest of its configuration."""
+    """Fields that a GGUF file omits, derived from the rest of its configuration."""
     prefixes: tuple[tuple[str, str], ...] = ()
-    """Beginnings of stored tensor names, and what stands in their place here."""
+    """Prefixes of stored tensor names and their replacements."""
     other_parts: tuple[str, ...] = ()
-    """Beginnings of names of tensors that are no part of the decoder: those of a model that also sees."""
+    """Prefixes of tensors outside the decoder, such as those of a vision tower."""
     mxfp4: bool = False
-    """Checkpoints quantised so can be read."""
+    """Whether checkpoints quantised to MXFP4 can be read."""
     read: Callable[[ConfigReader], DecoderSpec]
     layout: Callable[[DecoderSpec], Layout] = decoder_layout
 
     def spec(self, config: Mapping[str, Any], source: str) -> DecoderSpec:
-        """What this configuration describes; `source` is its file, for messages."""
+        """Returns the spec that a configuration describes; `source` is its file, for messages."""
         try:
             return self.read(ConfigReader(config, source))
         except ConfigError as problem:
@@ -50,7 +50,7 @@ class Recipe:
 
 
 def common_fields(config: ConfigReader, *, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, Any]:
-    """The fields of a DecoderSpec that every family spells alike; the arguments are a family's defaults."""
+    """Returns the DecoderSpec fields that all families spell alike; the arguments are a family's defaults."""
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     if heads < 1:
         raise config.wrong("num_attention_heads", "at least 1")
@@ -79,23 +79,23 @@ def make_layers(
     theta: float = 10_000.0,
     rope: Callable[[str], RopeSpec] | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Every layer, from what the family says about each by number; `rope`: about each kind of layer."""
+    """Returns all layers; `window` and `experts` are asked by layer number, `rope` by kind of layer."""
     count = config.integer("num_hidden_layers")
     if not 1 <= count <= LAYERS_MAX:
         raise config.wrong("num_hidden_layers", f"between 1 and {LAYERS_MAX}")
     layers = []
     for number in range(count):
-        reach = window(number)
-        kind = FULL if reach is None else SLIDING
-        turn = rope(kind) if rope is not None else rope_of(config, layer_kind=kind, head_dim=head_dim, theta=theta)
-        layers.append(LayerSpec(window=reach, rope=turn, experts=experts(number)))
+        size = window(number)
+        kind = FULL if size is None else SLIDING
+        rotary = rope(kind) if rope is not None else rope_of(config, layer_kind=kind, head_dim=head_dim, theta=theta)
+        layers.append(LayerSpec(window=size, rope=rotary, experts=experts(number)))
     return tuple(layers)
 
 
 def windows_by_layer_type(
     config: ConfigReader, window: int | None, default: Callable[[int], bool]
 ) -> Callable[[int], int | None]:
-    """Windows as `layer_types` has them; where it is missing, `default` says which layers slide."""
+    """Returns the window of each layer by `layer_types`; if that is missing, `default` says which layers slide."""
     types = config.text_list("layer_types")
     count = config.integer("num_hidden_layers")
     if types is None:
@@ -113,7 +113,7 @@ def windows_by_layer_type(
 
 
 def optional_window(config: ConfigReader, default: int = 4096) -> int | None:
-    """The window, were it in use. Here null means none, and a missing field what Hugging Face takes it for."""
+    """Returns the window; null means none, and a missing field means Hugging Face's default."""
     if "sliding_window" in config.fields and not config.has("sliding_window"):
         return None
     return window_of(config, default)
@@ -122,12 +122,12 @@ def optional_window(config: ConfigReader, default: int = 4096) -> int | None:
 def window_of(config: ConfigReader, default: int | None = None) -> int:
     window = config.integer("sliding_window", default)
     if window < 1:
-        raise config.wrong("sliding_window", "at least 1, or null where layers read everything")
+        raise config.wrong("sliding_window", "at least 1, or null if layers read everything")
     return window
 
 
 def periodic_windows(config: ConfigReader, *, window: int | None, period: int) -> Callable[[int], int | None]:
-    """As `layer_types` has it; where it is missing, the last layer of each period reads everything."""
+    """Returns the windows by `layer_types`; if that is missing, the last layer of each period reads everything."""
     types = config.text_list("layer_types")
     if types is None and window is None and period > 1:
         raise config.wrong("sliding_window", "a whole number: most layers of this model have a window")

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's configuration: every field checked, every complaint naming the field."""
+"""A reader for checkpoint configurations that checks every field and names it in errors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from outrider.errors import ModelError
 from outrider.models.spec import Activation
 
 LARGEST = 1e300
-"""No field of a model comes near it: what is larger is damage."""
+"""Bound of all numbers in a configuration; larger ones are damage."""
 ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """A Hugging Face configuration. null and a missing field mean the same."""
+    """A Hugging Face configuration, in which null and a missing field mean the same."""
 
     fields: Mapping[str, Any]
     source: str
-    """The file it came from, for messages."""
+    """File of the configuration, for messages."""
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; required where no default is given."""
+        """Returns a whole number; the field is required if no default is given."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, "a whole number")
@@ -31,7 +31,7 @@ class ConfigReader:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        # Python's reader of JSON takes NaN and Infinity for numbers, and whole numbers that no float can hold.
+        # Python's JSON reader accepts NaN, Infinity, and whole numbers beyond the range of a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
             raise self.wrong(name, "a finite number")
         return float(value)
@@ -43,16 +43,16 @@ class ConfigReader:
         return value
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """Where null means none, and a missing field the default."""
+        """Returns a number of a field in which null means none and a missing field the default."""
         if name not in self.fields:
             return default
         return None if self.fields[name] is None else self.number(name)
 
     def soft_cap(self, name: str, default: float | None = None) -> float | None:
-        """As optional_number."""
+        """Returns a soft cap; null means none and a missing field the default."""
         value = self.optional_number(name, default)
         if value is not None and value <= 0:
-            raise self.wrong(name, "a number above 0, or null where nothing is capped")
+            raise self.wrong(name, "a number above 0, or null for no cap")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -90,16 +90,16 @@ class ConfigReader:
         return ConfigReader(fields, f"{self.source}: {name}")
 
     def section(self, name: str) -> ConfigReader:
-        """A configuration inside this one; an empty one where it is missing."""
+        """Returns a nested configuration; an empty one if it is missing."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(name, "a dictionary")
         return self.inner(name, value or {})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """What a family means where the configuration says nothing."""
-        silent = {name: value for name, value in defaults.items() if not self.has(name)}
-        return ConfigReader({**self.fields, **silent}, self.source)
+        """Returns the configuration with a family's defaults for missing fields."""
+        missing = {name: value for name, value in defaults.items() if not self.has(name)}
+        return ConfigReader({**self.fields, **missing}, self.source)
 
     def wrong(self, name: str, wanted: str) -> ModelError:
         return ModelError(f"{self.source}: {name} must be {wanted}, got {self.fields.get(name)!r}")

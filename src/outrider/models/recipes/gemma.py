@@ -17,7 +17,7 @@ from outrider.models.recipes.layout import Layout, decoder_layout
 from outrider.models.recipes.rope import FULL, LAYER_KINDS, SLIDING, rope_from
 from outrider.models.spec import DecoderSpec, RopeSpec
 
-# Configurations leave out what has the value that Hugging Face gives it.
+# Hugging Face's defaults, which configurations omit.
 DEFAULTS = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -76,18 +76,18 @@ def _gemma3(config: ConfigReader) -> DecoderSpec:
     )
 
 
-def _gemma3_beside_images(config: ConfigReader) -> DecoderSpec:
-    """The text part of a model that also sees."""
+def _gemma3_multimodal(config: ConfigReader) -> DecoderSpec:
+    """Reads the text part of a multimodal model."""
     text = config.section("text_config")
-    tied = (
-        {} if not config.has("tie_word_embeddings") else {"tie_word_embeddings": config.fields["tie_word_embeddings"]}
-    )
+    tied = {name: config.fields[name] for name in ("tie_word_embeddings",) if config.has(name)}
     return _gemma3(replace(text, fields={**text.fields, **tied}))
 
 
 def _fields(config: ConfigReader) -> dict[str, Any]:
     if config.flag("use_bidirectional_attention", False):
-        raise ModelError(f"{config.source}: use_bidirectional_attention is not supported: such models write no text")
+        raise ModelError(
+            f"{config.source}: use_bidirectional_attention is not supported: such models do not generate text"
+        )
     scalar = config.positive("query_pre_attn_scalar")
     fields = common_fields(config)
     bias = config.flag("attention_bias", False)
@@ -102,8 +102,11 @@ def _fields(config: ConfigReader) -> dict[str, Any]:
 
 
 def _rope_by_kind(config: ConfigReader, head_dim: int) -> Callable[[str], RopeSpec]:
-    """New: `rope_parameters` per kind. Old: `rope_theta` and `rope_scaling` for full attention, `rope_local_base_freq`
-    for windows."""
+    """Returns the rotary embedding by kind of layer, from either spelling.
+
+    New: `rope_parameters` per kind. Old: `rope_theta` and `rope_scaling` for full attention, `rope_local_base_freq`
+    for windows.
+    """
     given = config.section("rope_parameters").fields
     if given and not any(kind in given for kind in LAYER_KINDS):
         raise config.wrong("rope_parameters", f"a dictionary for each of {' and '.join(LAYER_KINDS)}")
@@ -123,7 +126,7 @@ def gemma_layout(spec: DecoderSpec) -> Layout:
 
 
 def _query_scalar_by_size(layers_of_largest: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """GGUF does not have it. It is the size of a head, but for the model of 27B, whose heads are narrower than that."""
+    """Derives query_pre_attn_scalar, which GGUF omits: the head size, except in the 27B model with narrower heads."""
 
     def fields(config: Mapping[str, Any]) -> dict[str, Any]:
         largest = config["num_hidden_layers"] == layers_of_largest
@@ -153,7 +156,7 @@ GEMMA3 = Recipe(
     read=_gemma3,
     layout=gemma_layout,
 )
-GEMMA3_BESIDE_IMAGES = Recipe(
+GEMMA3_MULTIMODAL = Recipe(
     family="gemma3",
     architectures=("Gemma3ForConditionalGeneration",),
     model_types=("gemma3",),
@@ -168,6 +171,6 @@ GEMMA3_BESIDE_IMAGES = Recipe(
         "model.vision_tower.",
         "model.multi_modal_projector.",
     ),
-    read=_gemma3_beside_images,
+    read=_gemma3_multimodal,
     layout=gemma_layout,
 )

@@ -1,6 +1,6 @@
 """gpt-oss: mixtures of experts with biases, attention sinks, a window on every second layer, YaRN.
 
-All experts of a layer lie in one tensor, columns for rows, the columns of gate and up in turns.
+All experts of a layer are in one transposed tensor, with the columns of gate and up interleaved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.models.recipes.layout import Assembly, Layout, Part, decoder_layou
 from outrider.models.spec import Activation, DecoderSpec, ExpertsSpec
 
 THETA = 150_000.0
-# What a configuration without rotary parameters means.
+# Defaults for a configuration without rotary parameters.
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -30,7 +30,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# Those of Activation.CLAMPED_SWIGLU.
+# Constants of Activation.CLAMPED_SWIGLU.
 SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -60,8 +60,6 @@ def _experts(config: ConfigReader) -> ExpertsSpec:
         per_token=config.integer("num_experts_per_tok", 4),
         intermediate_size=config.integer("intermediate_size"),
         softmax_first=False,
-        router_bias=True,
-        bias=True,
     )
 
 
@@ -76,7 +74,7 @@ def gpt_oss_layout(spec: DecoderSpec) -> Layout:
 def _experts_layout(spec: DecoderSpec, experts: ExpertsSpec, here: str, there: str) -> Layout:
     count, inner, hidden = experts.count, experts.intermediate_size, spec.hidden_size
     every = slice(None)
-    # Row by row: gate, up, gate, up, …
+    # Stored row by row: gate, up, gate, up, …
     halves = (
         ((every, slice(0, inner)), (every, slice(0, None, 2))),
         ((every, slice(inner, None)), (every, slice(1, None, 2))),

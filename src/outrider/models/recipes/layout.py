@@ -1,4 +1,4 @@
-"""Which checkpoint tensors make up a decoder's tensors, as data. Torch-free.
+"""How a decoder's tensors are assembled from checkpoint tensors, as data. Torch-free.
 
 A destination is named by its path in `DecoderParameters`: "layers.3.qkv.weight". It is filled by parts, each a
 checkpoint tensor and the place it goes to:
@@ -21,16 +21,16 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor and where it goes."""
+    """A checkpoint tensor and its place in the destination."""
 
     name: str
     shape: Shape
     where: Index = ()
-    """An index into the destination; () is all of it."""
+    """Index into the destination; () for all of it."""
     transposed: bool = False
-    """Its last two dimensions have changed places."""
+    """Whether the checkpoint stores the last two dimensions swapped."""
     take: Index = ()
-    """An index into the tensor, once its dimensions are in order; () is all of it."""
+    """Index into the tensor, after transposing; () for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Assembly:
     shape: Shape
     choices: tuple[tuple[Part, ...], ...]
     plus: float = 0.0
-    """What the family adds to it wherever it is used."""
+    """Number that the family adds to the tensor wherever it is used."""
     wide: bool = False
-    """Stays in float32 whatever the rest is in: the family rounds after it has multiplied by it, not before."""
+    """Whether the tensor stays in float32: the family rounds after multiplying by it, not before."""
 
 
 Layout = dict[str, Assembly]
 
 
-# Where there are norms after attention too, the name that others give to the norm before feed-forward is theirs.
+# In models with norms after attention, post_attention_layernorm names one of those; in others it is mlp_norm.
 POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -57,12 +57,12 @@ POST_NORMS = {
 
 
 def whole(name: str, shape: Shape) -> Assembly:
-    """The checkpoint has it as it is."""
+    """Returns a tensor that the checkpoint stores as it is."""
     return Assembly(shape, ((Part(name, shape),),))
 
 
 def stacked(parts: dict[str, int], rest: Shape, *, fused: str) -> Assembly:
-    """Rows of several tensors, one under the other; or one tensor that has been stacked already."""
+    """Returns a tensor stacked from the rows of several tensors, or stored as one `fused` tensor."""
     rows = sum(parts.values())
     separate, start = [], 0
     for name, count in parts.items():
@@ -72,7 +72,7 @@ def stacked(parts: dict[str, int], rest: Shape, *, fused: str) -> Assembly:
 
 
 def decoder_layout(spec: DecoderSpec) -> Layout:
-    """The names that Hugging Face gives to the tensors of Llama and of the families after it."""
+    """Returns the layout with Hugging Face's names for Llama, which most families share."""
     layout = {
         "embedding": whole("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)),
         "final_norm": whole("model.norm.weight", (spec.hidden_size,)),
@@ -85,7 +85,7 @@ def decoder_layout(spec: DecoderSpec) -> Layout:
 
 
 def layer_layout(spec: DecoderSpec, layer: LayerSpec, here: str, there: str, *, input_size: int = 0) -> Layout:
-    """One layer. `input_size`: what queries, keys and values are made from; 0 is the hidden size."""
+    """Returns the layout of one layer; `input_size` is that of queries, keys and values, 0 for the hidden size."""
     layout = _attention(spec, here, there, input_size or spec.hidden_size)
     names = POST_NORMS if spec.post_norms else {"mlp_norm": "post_attention_layernorm"}
     layout |= {f"{here}.{ours}": whole(f"{there}.{name}.weight", (spec.hidden_size,)) for ours, name in names.items()}
@@ -124,7 +124,7 @@ def _dense(spec: DecoderSpec, here: str, there: str) -> Layout:
 
 
 def _experts(spec: DecoderSpec, experts: ExpertsSpec, here: str, there: str) -> Layout:
-    """Three ways: a tensor per expert; all experts in one, gate and up apart (GGUF); gate and up together as well."""
+    """Experts are stored one by one, or all in one tensor, with gate and up separate (GGUF) or fused."""
     hidden, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
     gate_rows, up_rows = slice(0, inner), slice(inner, 2 * inner)
     one_by_one, down_one_by_one = [], []
@@ -133,15 +133,15 @@ def _experts(spec: DecoderSpec, experts: ExpertsSpec, here: str, there: str) -> 
         one_by_one.append(Part(f"{there}.experts.{e}.up_proj.weight", (inner, hidden), (e, up_rows)))
         down_one_by_one.append(Part(f"{there}.experts.{e}.down_proj.weight", (hidden, inner), (e,)))
     every = slice(None)
-    apart = (
+    separate = (
         Part(f"{there}.experts.gate_proj", (count, inner, hidden), (every, gate_rows)),
         Part(f"{there}.experts.up_proj", (count, inner, hidden), (every, up_rows)),
     )
     gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
-    together = (Part(f"{there}.experts.gate_up_proj", gate_up_shape),)
+    fused = (Part(f"{there}.experts.gate_up_proj", gate_up_shape),)
     down = (Part(f"{there}.experts.down_proj", down_shape),)
     return {
         f"{here}.router.weight": whole(f"{there}.gate.weight", (count, hidden)),
-        f"{here}.gate_up": Assembly(gate_up_shape, (tuple(one_by_one), apart, together)),
+        f"{here}.gate_up": Assembly(gate_up_shape, (tuple(one_by_one), separate, fused)),
         f"{here}.down": Assembly(down_shape, (tuple(down_one_by_one), down)),
     }

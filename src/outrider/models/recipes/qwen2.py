@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and windows on the upper layers on request."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and optional windows on the upper layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.models.spec import DecoderSpec
 
 
 def qwen_windows(config: ConfigReader) -> Callable[[int], int | None]:
-    """A window counts only with use_sliding_window, and then from layer max_window_layers upwards."""
+    """Returns the windows, which apply only with use_sliding_window and from layer max_window_layers on."""
     window = optional_window(config) if config.flag("use_sliding_window", False) else None
     first = config.integer("max_window_layers", 28)
     return windows_by_layer_type(config, window, default=lambda number: number >= first)

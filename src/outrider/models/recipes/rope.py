@@ -1,4 +1,4 @@
-"""Rotary positions, from either spelling of the configuration.
+"""Rotary position embeddings, from either spelling of the configuration.
 
 Old: `rope_theta` and `rope_scaling` side by side, the kind under `type` or `rope_type`.
 New: everything in `rope_parameters`, possibly one dictionary per kind of layer.
@@ -25,9 +25,9 @@ FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def rope_of(config: ConfigReader, *, layer_kind: str, head_dim: int, theta: float = 10_000.0) -> RopeSpec:
-    """How layers of this kind rotate; `theta` is what the family means when the configuration is silent."""
+    """Returns the rotary embedding of layers of this kind; `theta` is the family's default."""
     fields = _fields(config, layer_kind)
-    # Values beside the dictionary are defaults for those inside it.
+    # Values next to the dictionary are defaults for those inside it.
     for name in ("rope_theta", "partial_rotary_factor"):
         if fields.get(name) is None and config.has(name):
             fields[name] = config.fields[name]
@@ -35,17 +35,17 @@ def rope_of(config: ConfigReader, *, layer_kind: str, head_dim: int, theta: floa
 
 
 def rope_from(config: ConfigReader, fields: Mapping[str, Any], *, head_dim: int, theta: float) -> RopeSpec:
-    """From parameters that are known to be those of a layer."""
+    """Returns the rotary embedding that the parameters of one kind of layer describe."""
     reader = config.inner("rope parameters", fields)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if not isinstance(kind, str) or kind not in KINDS:
         raise ModelError(
             f"{config.source}: rotary scaling {kind!r} is not supported; supported: {', '.join(sorted(KINDS))}"
         )
-    share = reader.positive("partial_rotary_factor", 1.0)
-    if share > 1:
+    fraction = reader.positive("partial_rotary_factor", 1.0)
+    if fraction > 1:
         raise reader.wrong("partial_rotary_factor", "at most 1, which is the whole head")
-    rotary_dim = int(head_dim * share)
+    rotary_dim = int(head_dim * fraction)
     base = reader.number("rope_theta", theta)
     if base <= 1:
         raise reader.wrong("rope_theta", "a number above 1")
@@ -57,7 +57,7 @@ def rope_from(config: ConfigReader, fields: Mapping[str, Any], *, head_dim: int,
 
 
 def _fields(config: ConfigReader, layer_kind: str) -> dict[str, Any]:
-    # Hugging Face lets the old spelling win where a file has both.
+    # If a file has both spellings, Hugging Face prefers the old one.
     fields = config.fields.get("rope_scaling") or config.fields.get("rope_parameters") or {}
     if isinstance(fields, Mapping) and any(kind in fields for kind in LAYER_KINDS):
         fields = fields.get(layer_kind)
@@ -77,7 +77,7 @@ def _scaled(scaling: RopeScaling, reader: ConfigReader, config: ConfigReader) ->
     if scaling is RopeScaling.LLAMA3:
         low, high = reader.positive("low_freq_factor"), reader.positive("high_freq_factor")
         if high <= low:
-            # Between the two frequencies are blended: there must be something between them.
+            # Frequencies are interpolated between the two, so the range must not be empty.
             raise reader.wrong("high_freq_factor", f"above low_freq_factor ({low:g})")
         return values | {"factor": reader.positive("factor"), "low_freq_factor": low, "high_freq_factor": high}
     factor = reader.positive("factor", config.integer("max_position_embeddings") / original)
@@ -91,14 +91,14 @@ def _scaled(scaling: RopeScaling, reader: ConfigReader, config: ConfigReader) ->
 
 
 def _beta(reader: ConfigReader, name: str, usual: float) -> float:
-    # 0 means the usual value, as in Hugging Face's own reading.
+    # 0 means the usual value, as in Hugging Face.
     return usual if reader.number(name, usual) == 0 else reader.positive(name, usual)
 
 
 def _original_max_position(reader: ConfigReader, config: ConfigReader) -> int:
     name = "original_max_position_embeddings"
     where = config if config.has(name) else reader
-    # Without it the model was never stretched: its own limit is the original one.
+    # Without the field the context was never extended: its limit is the original one.
     original = where.integer(name, config.integer("max_position_embeddings"))
     if original < 1:
         raise where.wrong(name, "at least 1")

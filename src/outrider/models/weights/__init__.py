@@ -10,7 +10,7 @@ from outrider.models.weights.safetensors import SafetensorsCheckpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A directory or a GGUF file. Reads headers only."""
+    """Opens a directory or a GGUF file. Reads headers only."""
     return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
 
 

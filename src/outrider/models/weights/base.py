@@ -1,9 +1,9 @@
-"""A checkpoint, whatever its format, and how a decoder's tensors are filled from it."""
+"""Checkpoints of any format, and the filling of a decoder's tensors from them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,30 +13,14 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelError
-from outrider.models.packed import BLOCK, PackedMatrix, Packing, filled_up, weave
-from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix
+from outrider.models.parameters import DecoderParameters, DenseMLP, ExpertsMLP, LayerParameters, Linear, Matrix, plain
 from outrider.models.recipes.base import Recipe
 from outrider.models.recipes.layout import Layout, Part, Shape
 from outrider.models.spec import DecoderSpec, LayerSpec
-from outrider.models.weights.memory import WeightMemory
+from outrider.models.weight_forms import DENSE, Bytes, MatrixForm, WeightForms
 
 Progress = Callable[[int, int], None]
-"""Called with (done_bytes, total_bytes), counted as they are stored."""
-
-Form = Packing | torch.dtype
-"""How a matrix can lie in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """So many rows, woven together: see `PackedMatrix`."""
-
-    packing: Packing
-    count: int
-
-
-Place = PackedRows | torch.dtype
-"""How one does."""
+"""Called with (done_bytes, total_bytes), counted in stored bytes."""
 
 NAMES_SHOWN = 8
 MODULES_MAX = 64
@@ -44,16 +28,18 @@ MODULES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a checkpoint says about a tensor without reading it."""
+    """The description of a tensor in a checkpoint, known without reading the tensor."""
 
     shape: Shape
     stored_bytes: int
-    form: Form | None = None
-    """The form in which it can stay in memory without a loss; None where it can only be converted."""
+    stored_type: str = ""
+    """The file format's name for the element type."""
+    rows: Callable[[], Bytes] | None = None
+    """Reads a quantised matrix as it is stored: one row of blocks for each row of the matrix."""
 
 
 class TensorSource(Protocol):
-    """Where tensors come from, by name."""
+    """A source of tensors by name."""
 
     @property
     def path(self) -> Path: ...
@@ -76,15 +62,15 @@ class Checkpoint(ABC):
     recipe: Recipe
     tensors: Mapping[str, StoredTensor]
     complete_norms: bool = False
-    """Norms have been stored with what their family adds to them."""
+    """Whether norms are stored with the constant that their family adds to them already added."""
 
     @abstractmethod
     def copy_into(self, part: Part, destination: Tensor) -> None:
-        """Write what the part takes of a tensor, in the destination's dtype, into a destination of its shape on any
-        device. A destination of bytes takes its packed rows."""
+        """Writes the part of a tensor that `part` takes into a destination of the same shape, of any dtype and on any
+        device."""
 
     def stored_name(self, name: str) -> str:
-        """What the file itself calls a tensor, for messages."""
+        """Returns the name of a tensor in the file, for messages."""
         return name
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,15 +90,13 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    as_stored: bool = False,
+    forms: WeightForms = DENSE,
 ) -> DecoderParameters:
-    """Every tensor of the decoder, in place and fused. What does not fit is refused before anything is read.
-
-    `as_stored`: matrices that the checkpoint stores in fewer bits stay so, to be widened where they are used."""
+    """Returns every tensor of the decoder, fused. A checkpoint that does not fit is refused before any tensor is
+    read."""
     layout = checkpoint.recipe.layout(spec)
     if checkpoint.complete_norms:
         layout = {path: replace(assembly, plus=0.0) for path, assembly in layout.items()}
-    forms = stored_forms(checkpoint, layout) if as_stored else {}
     modules = checkpoint.config.get("num_nextn_predict_layers")
     filled = fill(
         checkpoint,
@@ -127,7 +111,7 @@ def load_parameters(
         progress=progress,
         forms=forms,
     )
-    return _parameters(spec, filled, forms)
+    return _parameters(spec, filled)
 
 
 def fill(
@@ -139,68 +123,70 @@ def fill(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    forms: Mapping[str, Place] | None = None,
-) -> dict[str, Tensor]:
-    """Every tensor of a layout, by its path there. `what` says in messages what the tensors should make up;
-    tensors that the layout has no use for are refused unless they are `harmless`. Paths in `forms` get
-    that form instead of `dtype`; packed ones are woven bytes here."""
-    forms = forms or {}
+    forms: WeightForms = DENSE,
+) -> dict[str, Matrix]:
+    """Returns every tensor of a layout, by its path there. `what` names the model in messages. Tensors that the layout
+    does not use are refused unless they are `harmless`. Matrices for which `forms` has a form are kept in it, all
+    others in `dtype`."""
     found = source.tensors
     plan = {path: _choose(assembly.choices, found) for path, assembly in layout.items()}
     _refuse_misfits(source, what, harmless, [part for parts in plan.values() for part in parts])
     total_bytes = sum(found[part.name].stored_bytes for parts in plan.values() for part in parts)
     done_bytes = 0
-    filled: dict[str, Tensor] = {}
-    kinds = {
-        path: _kind_in_memory(assembly.shape, torch.float32 if assembly.wide else forms.get(path, dtype))
+    filled: dict[str, Matrix] = {}
+    chosen = {
+        path: torch.float32
+        if assembly.wide
+        else _form(assembly.shape, [found[part.name] for part in plan[path]], forms)
         for path, assembly in layout.items()
     }
-    size = sum(prod(shape) * kind.itemsize for shape, kind in kinds.values())
-    memory = WeightMemory(size, len(layout), torch.device(device))
+    sizes = {path: _in_memory(layout[path].shape, form or dtype) for path, form in chosen.items()}
+    total_size = sum(prod(shape) * kind.itemsize for shape, kind in sizes.values())
+    memory = forms.allocate(total_size, len(layout), torch.device(device))
     for path, parts in plan.items():
-        destination = filled[path] = memory.empty(*kinds[path])
-        form = forms.get(path)
-        rows = destination[: form.count] if isinstance(form, PackedRows) else destination
+        shape, form, block = layout[path].shape, chosen[path], memory.empty(*sizes[path])
+        rows = block[: shape[0]]
         for part in parts:
-            source.copy_into(part, rows[part.where] if part.where else rows)
+            destination = rows[part.where] if part.where else rows
+            if isinstance(form, MatrixForm):
+                _write_stored(found[part.name], form, destination)
+            else:
+                source.copy_into(part, destination)
             done_bytes += found[part.name].stored_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
         if layout[path].plus:
-            destination += layout[path].plus
-        if isinstance(form, PackedRows):
-            weave(form.packing, destination, form.count)
+            block += layout[path].plus
+        filled[path] = form.matrix(block, shape) if isinstance(form, MatrixForm) else block
     return filled
 
 
+def _write_stored(tensor: StoredTensor, form: MatrixForm, destination: Tensor) -> None:
+    assert tensor.rows is not None, f"{tensor.stored_type} is not stored in blocks"
+    form.write(tensor.rows(), tensor.stored_type, destination)
+
+
 def taken(tensor: Tensor, part: Part) -> Tensor:
-    """What a part takes of its tensor: a view."""
+    """Returns a view of the part of a tensor that `part` takes."""
     ordered = tensor.transpose(-1, -2) if part.transposed else tensor
     return ordered[part.take] if part.take else ordered
 
 
-def _kind_in_memory(shape: Shape, form: Place) -> tuple[Shape, torch.dtype]:
-    if isinstance(form, torch.dtype):
-        return tuple(shape), form
-    return (filled_up(form.count), shape[1] // BLOCK * form.packing.block_bytes), torch.uint8
+def _in_memory(shape: Shape, form: MatrixForm | torch.dtype) -> tuple[Shape, torch.dtype]:
+    return (tuple(shape), form) if isinstance(form, torch.dtype) else form.memory(tuple(shape))
 
 
-def stored_forms(source: TensorSource, layout: Layout) -> dict[str, Place]:
-    """Of the matrices that can stay as they are stored: all parts in the same form."""
-    found: dict[str, Place] = {}
-    for path, assembly in layout.items():
-        parts = _choose(assembly.choices, source.tensors)
-        forms = {source.tensors[part.name].form if part.name in source.tensors else None for part in parts}
-        form = forms.pop()
-        # Packed rows make up one matrix; numbers of 16 bits may be those of many experts.
-        dimensions_max = 2 if isinstance(form, Packing) else 3
-        if form is not None and not forms and 2 <= len(assembly.shape) <= dimensions_max:
-            found[path] = PackedRows(form, assembly.shape[0]) if isinstance(form, Packing) else form
-    return found
+def _form(shape: Shape, parts: Sequence[StoredTensor], forms: WeightForms) -> MatrixForm | torch.dtype | None:
+    """Returns the form in which all parts of a matrix can be kept; None if there is none."""
+    possible = {forms.form_of(part.stored_type) for part in parts}
+    form = possible.pop()
+    # Blocks make up a single matrix; 16-bit numbers may also make up the matrices of many experts.
+    dimensions_max = 2 if isinstance(form, MatrixForm) else 3
+    return form if not possible and 2 <= len(shape) <= dimensions_max else None
 
 
 def _choose(choices: tuple[tuple[Part, ...], ...], names: Mapping[str, StoredTensor]) -> tuple[Part, ...]:
-    """The way of filling that the checkpoint's names fit best; the first one where none fits better."""
+    """Returns the choice of parts that fits the names in the checkpoint best; the first of several that fit equally."""
     return max(choices, key=lambda parts: sum(part.name in names for part in parts) / len(parts))
 
 
@@ -226,13 +212,14 @@ def _refuse_misfits(source: TensorSource, what: str, harmless: Callable[[str], b
 
 
 def rotary_buffer(name: str) -> bool:
-    """Rotary tables that older checkpoints carry."""
+    """Returns whether a tensor is a rotary table, which older checkpoints carry."""
     return name.endswith((".rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
 
 
 def _harmless(name: str, spec: DecoderSpec, modules: int) -> bool:
-    """Rotary tables, a copy of the embedding where the head is tied to it, and modules that predict further tokens:
-    these lie beside the model or, so many of them, behind its last layer."""
+    """Returns whether a tensor may be left unused: a rotary table, a copy of the embedding where the head is tied to
+    it, or part of a module that predicts further tokens. Such modules are beside the model or, `modules` of them, after
+    its last layer."""
     behind = tuple(f"model.layers.{len(spec.layers) + number}." for number in range(min(modules, MODULES_MAX)))
     return rotary_buffer(name) or (spec.tied_head and name == "lm_head.weight") or name.startswith(("mtp.", *behind))
 
@@ -243,55 +230,52 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def layers_from(
-    layers: tuple[LayerSpec, ...], filled: Mapping[str, Tensor], forms: Mapping[str, Place] | None = None
-) -> tuple[LayerParameters, ...]:
-    """The layers among the tensors of a filled layout."""
+def layers_from(layers: tuple[LayerSpec, ...], filled: Mapping[str, Matrix]) -> tuple[LayerParameters, ...]:
+    """Returns the layers among the tensors of a filled layout."""
+
+    def tensor(path: str) -> Tensor:
+        return plain(filled[path])
+
+    def optional(path: str) -> Tensor | None:
+        return tensor(path) if path in filled else None
 
     def linear(path: str) -> Linear:
-        return Linear(weight=_matrix(f"{path}.weight", filled, forms or {}), bias=filled.get(f"{path}.bias"))
+        return Linear(weight=filled[f"{path}.weight"], bias=optional(f"{path}.bias"))
 
     def mlp(path: str, *, experts: bool) -> DenseMLP | ExpertsMLP:
         if not experts:
             return DenseMLP(gate_up=linear(f"{path}.gate_up"), down=linear(f"{path}.down"))
         return ExpertsMLP(
             router=linear(f"{path}.router"),
-            gate_up=filled[f"{path}.gate_up"],
-            down=filled[f"{path}.down"],
-            gate_up_bias=filled.get(f"{path}.gate_up_bias"),
-            down_bias=filled.get(f"{path}.down_bias"),
+            gate_up=tensor(f"{path}.gate_up"),
+            down=tensor(f"{path}.down"),
+            gate_up_bias=optional(f"{path}.gate_up_bias"),
+            down_bias=optional(f"{path}.down_bias"),
         )
 
     return tuple(
         LayerParameters(
-            input_norm=filled[f"layers.{n}.input_norm"],
+            input_norm=tensor(f"layers.{n}.input_norm"),
             qkv=linear(f"layers.{n}.qkv"),
             out=linear(f"layers.{n}.out"),
-            mlp_norm=filled[f"layers.{n}.mlp_norm"],
+            mlp_norm=tensor(f"layers.{n}.mlp_norm"),
             mlp=mlp(f"layers.{n}.mlp", experts=layer.experts is not None),
-            q_norm=filled.get(f"layers.{n}.q_norm"),
-            k_norm=filled.get(f"layers.{n}.k_norm"),
-            attention_post_norm=filled.get(f"layers.{n}.attention_post_norm"),
-            mlp_post_norm=filled.get(f"layers.{n}.mlp_post_norm"),
-            sinks=filled.get(f"layers.{n}.sinks"),
+            q_norm=optional(f"layers.{n}.q_norm"),
+            k_norm=optional(f"layers.{n}.k_norm"),
+            attention_post_norm=optional(f"layers.{n}.attention_post_norm"),
+            mlp_post_norm=optional(f"layers.{n}.mlp_post_norm"),
+            sinks=optional(f"layers.{n}.sinks"),
         )
         for n, layer in enumerate(layers)
     )
 
 
-def _matrix(path: str, filled: Mapping[str, Tensor], forms: Mapping[str, Place]) -> Matrix:
-    form = forms.get(path)
-    if not isinstance(form, PackedRows):
-        return filled[path]
-    return PackedMatrix(packing=form.packing, data=filled[path], count=form.count)
-
-
-def _parameters(spec: DecoderSpec, filled: Mapping[str, Tensor], forms: Mapping[str, Place]) -> DecoderParameters:
-    embedding = _matrix("embedding", filled, forms)
-    head = embedding if spec.tied_head else _matrix("head.weight", filled, forms)
+def _parameters(spec: DecoderSpec, filled: Mapping[str, Matrix]) -> DecoderParameters:
+    embedding = filled["embedding"]
+    head_bias = plain(filled["head.bias"]) if "head.bias" in filled else None
     return DecoderParameters(
         embedding=embedding,
-        layers=layers_from(spec.layers, filled, forms),
-        final_norm=filled["final_norm"],
-        head=Linear(weight=head, bias=filled.get("head.bias")),
+        layers=layers_from(spec.layers, filled),
+        final_norm=plain(filled["final_norm"]),
+        head=Linear(weight=embedding if spec.tied_head else filled["head.weight"], bias=head_bias),
     )

@@ -1,9 +1,11 @@
-"""GGUF files: tensors in many quantisations, under names and in an order of their own, turned into Hugging Face's."""
+"""GGUF files: tensors in many quantisations, converted to the names and the row order of Hugging Face."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import gguf
@@ -15,10 +17,9 @@ from torch import Tensor
 from outrider.errors import ModelError
 from outrider.models.recipes import recipe_for_gguf
 from outrider.models.recipes.layout import Part
-from outrider.models.weights.base import Checkpoint, Form, StoredTensor
+from outrider.models.weights.base import Checkpoint, StoredTensor
 from outrider.models.weights.gguf_config import config_from_metadata
 from outrider.models.weights.gguf_file import Bytes, GGUFFile, GGUFTensor, read_gguf
-from outrider.models.weights.gguf_packing import PACKINGS, pack_rows
 
 SUPPORTED = (
     Kind.F32,
@@ -33,7 +34,6 @@ SUPPORTED = (
     Kind.Q5_K,
     Kind.Q6_K,
 )
-FORMS: Mapping[Kind, Form] = {**PACKINGS, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 TOP_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -59,10 +59,10 @@ EXPERT_NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-# Read into the configuration instead: they are no weights.
+# These are not weights; they are read into the configuration.
 ROPE_TABLES = ("rope_freqs.weight",)
 
-# At most what torch converts without starting threads: on a busy machine those cost more than they save.
+# The most elements that torch converts without starting threads, which cost more than they save on a busy machine.
 CHUNK_ELEMENTS = 1 << 15
 
 
@@ -84,7 +84,9 @@ class GGUFCheckpoint(Checkpoint):
             hf_name(name, self._block_names): name for name in self.file.tensors if name not in ROPE_TABLES
         }
         self.tensors: Mapping[str, StoredTensor] = {
-            name: StoredTensor(tensor.shape, tensor.stop - tensor.start, FORMS.get(tensor.kind))
+            name: StoredTensor(
+                tensor.shape, tensor.stop - tensor.start, tensor.kind.name, partial(self._rows, name, tensor)
+            )
             for name, tensor in ((name, self.file.tensors[stored]) for name, stored in self._stored_names.items())
         }
 
@@ -95,25 +97,20 @@ class GGUFCheckpoint(Checkpoint):
         assert not part.transposed and not part.take, "GGUF stores tensors as they are used"
         name = part.name
         if destination.device.type != "cpu":
-            # In one piece: many small copies to a device take longer than one tensor takes room.
+            # In one piece, since many small copies to a device are slow.
             destination.copy_(self.tensor(name, destination.dtype))
             return
         tensor = self.file.tensors[self._stored_names[name]]
         rows = self._rows(name, tensor)
-        if destination.dtype == torch.uint8:
-            pack_rows(rows, tensor.kind, destination)
-            return
-        # Destinations of several experts may be no contiguous whole, but each expert's rows are.
+        # A destination of several experts may have gaps between experts, but the rows of each are contiguous.
         matrices = [destination] if destination.dim() < 3 else list(destination)
         height = rows.shape[0] // len(matrices)
         for number, matrix in enumerate(matrices):
             _dequantise_rows(rows[number * height : (number + 1) * height], tensor, matrix)
 
     def _rows(self, name: str, tensor: GGUFTensor) -> Bytes:
-        """The stored bytes, one row per row of the tensor (per element of a vector), in Hugging Face's order."""
-        rows = 1
-        for size in tensor.shape[:-1] if len(tensor.shape) > 1 else tensor.shape:
-            rows *= size
+        """Returns the stored bytes in Hugging Face's order: one row for each row of a matrix or element of a vector."""
+        rows = prod(tensor.shape[:-1] or tensor.shape)
         stored = self.file.data[tensor.start : tensor.stop].reshape(rows, -1)
         heads = self._interleaved_heads(name)
         if heads is None:
@@ -136,14 +133,14 @@ def _dequantise_rows(rows: Bytes, tensor: GGUFTensor, destination: Tensor) -> No
     step = max(1, CHUNK_ELEMENTS // per_row)
     for start in range(0, len(rows), step):
         chunk = np.array(rows[start : start + step])
-        # As one long row: the library goes through longer arrays sixteen rows at a time.
+        # As one long row: the library processes arrays with more rows sixteen rows at a time.
         values = gguf.dequantize(chunk.reshape(1, -1), tensor.kind)
         target = destination[start : start + step]
         target.copy_(torch.from_numpy(values).view(target.shape))
 
 
 def hf_name(name: str, block_names: Mapping[str, str] = BLOCK_NAMES) -> str:
-    """Hugging Face's name of a GGUF tensor; a name that is not known stays as it is."""
+    """Returns Hugging Face's name of a GGUF tensor. An unknown name is returned as it is."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
         return name
@@ -156,19 +153,15 @@ def hf_name(name: str, block_names: Mapping[str, str] = BLOCK_NAMES) -> str:
 
 
 def gguf_name(name: str, block_names: Mapping[str, str] = BLOCK_NAMES) -> str:
-    """The other way round, for messages about tensors that a file does not have."""
-    for ours, theirs in _known_names(block_names):
-        match = re.fullmatch(theirs.replace(".", r"\.").replace("#", r"(\d+)"), name)
-        if match is not None:
-            return ours.replace("#", match[1]) if match.groups() else ours
-    return name
-
-
-def _known_names(block_names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for kind in ("weight", "bias"):
-        yield from ((f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in TOP_NAMES.items())
-        yield from ((f"blk.#.{ours}.{kind}", f"model.layers.#.{theirs}.{kind}") for ours, theirs in block_names.items())
-    yield from ((f"blk.#.{ours}.weight", f"model.layers.#.{theirs}") for ours, theirs in EXPERT_NAMES.items())
+    """Returns the GGUF name for a name of Hugging Face, for messages about tensors that a file does not have."""
+    match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name)
+    assert match is not None
+    block, stem, kind = match.groups()
+    names = TOP_NAMES if block is None else {**block_names, **EXPERT_NAMES}
+    found = next((ours for ours, theirs in names.items() if theirs == stem), None)
+    if found is None:
+        return name
+    return f"{'' if block is None else f'blk.{block}.'}{found}{kind or '.weight'}"
 
 
 def _refuse_split(file: GGUFFile) -> None:

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, as the configuration that Hugging Face would have written."""
+"""Conversion of the metadata of a GGUF file to a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONAL = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-# Llama 3's scaling is stored as the table that these numbers give; the file does not have the numbers.
+# A file stores the table that results from Llama 3's scaling, without these numbers.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -63,14 +63,14 @@ def config_from_metadata(file: GGUFFile) -> dict[str, Any]:
 
 
 def _pattern(value: Any) -> dict[str, Any]:
-    """Which layers have a window: a period, or a flag for each layer."""
+    """Returns the setting for layers with a window, which the file stores as a period or as a flag for each layer."""
     if isinstance(value, list):
         return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in value]}
     return {} if value is None else {"sliding_window_pattern": value}
 
 
 def _uniform(file: GGUFFile, key: str, value: Any) -> Any:
-    """Some values may be given per layer; here every layer must have the same."""
+    """Returns a value that may be stored for each layer, but must be the same for all of them."""
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
@@ -108,13 +108,13 @@ def _rope(file: GGUFFile, architecture: str, config: dict[str, Any]) -> dict[str
         }
         extra = metadata.get(f"{prefix}.attn_factor", metadata.get(f"{prefix}.yarn_attn_factor"))
         if extra is not None and scaling["factor"]:
-            # Here it is a factor on top of the recommended one; Hugging Face has their product.
+            # GGUF stores a factor on top of the recommended one, Hugging Face their product.
             scaling["attention_factor"] = extra * (0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0)
     return {"rope_scaling": scaling}
 
 
 def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    """The factor behind the stored table of divisors, if the table is Llama 3's."""
+    """Returns the scaling that gives the stored table of divisors, if the table is Llama 3's."""
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.kind != gguf.GGMLQuantizationType.F32:
         raise ModelError(f"{file.path}: rope_freqs.weight must be F32, it is {tensor.kind.name}")

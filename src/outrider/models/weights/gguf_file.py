@@ -1,4 +1,4 @@
-"""The structure of a GGUF file: metadata and where each tensor lies. Nothing here knows what they mean.
+"""The structure of a GGUF file: its metadata and the location of each tensor, without their meaning.
 
 The gguf library's own reader makes several array objects per metadata string, which takes seconds for a
 vocabulary; this one reads strings directly, and checks every length against the file before believing it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DIMENSIONS_MAX = 4
 
-# By the number that stands for the type in the file: struct code, or None for what has a length of its own.
+# Struct codes by the number of the type in the file.
 SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
 
@@ -32,10 +33,10 @@ Bytes = npt.NDArray[np.uint8]
 class GGUFTensor:
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
-    """Rows first, as torch has it; the file has it the other way round."""
+    """The shape in the order of torch, rows first; the file has the reverse order."""
     start: int
     stop: int
-    """Its bytes are [start, stop) of the file."""
+    """The tensor is stored in bytes [start, stop) of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class _Truncated(Exception):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a file and read its header. Raises ModelError where the file is not what it should be."""
+    """Maps a file and reads its header. Raises ModelError if the file is invalid."""
     try:
         size = path.stat().st_size
         # An empty file cannot be mapped.
@@ -79,7 +80,7 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if bytes(self.buffer[:4]) != MAGIC:
-            raise ModelError(f"{self.path} is no GGUF file: it does not begin with {MAGIC.decode()!r}")
+            raise ModelError(f"{self.path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}")
         self.at = 4
         version = self.scalar("I")
         if version not in VERSIONS:
@@ -163,12 +164,9 @@ class _Header:
         except ValueError:
             raise ModelError(f"{self.path}: tensor {name} has unknown type {number}; is the file corrupt?") from None
         block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        elements = 1
-        for size in shape:
-            elements *= size
         if not shape or shape[-1] % block_elements:
             raise ModelError(
                 f"{self.path} is corrupt: tensor {name} has shape {list(shape)}, "
                 f"whose rows are no multiple of the {block_elements} elements of a {kind.name} block"
             )
-        return GGUFTensor(kind, shape, start, start + elements // block_elements * block_bytes)
+        return GGUFTensor(kind, shape, start, start + prod(shape) // block_elements * block_bytes)

@@ -1,10 +1,10 @@
-"""MXFP4: blocks of 32 numbers of 4 bits under a common power of two, as gpt-oss stores its experts.
+"""MXFP4: blocks of 32 4-bit numbers with a common power of two, as gpt-oss stores its experts.
 
     NAME_blocks    bytes [experts, rows, blocks of a row, 16]: two numbers each, the first in the low half
     NAME_scales    bytes [experts, rows, blocks of a row]: the exponent, plus 127
 
-Together they are the tensor NAME, whose rows and columns Hugging Face has the other way round. A number of one
-significant bit times a power of two is a bfloat16: nothing is lost.
+Both make up the tensor NAME, which Hugging Face stores transposed. A 4-bit number times a power of two is a bfloat16,
+so nothing is lost.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class BlockPair:
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[rows, blocks of a row, 16] and [rows, blocks of a row] to float32 [rows, columns]."""
+    """Returns float32 [rows, columns] from blocks [rows, blocks of a row, 16] and scales [rows, blocks of a row]."""
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.to(torch.int32)[..., None] - EXPONENT_BIAS
     return torch.ldexp(NUMBERS[pairs.long()], exponents).flatten(-2)
 
 
 def paired(tensors: Mapping[str, StoredTensor], source: str) -> tuple[dict[str, StoredTensor], dict[str, BlockPair]]:
-    """The tensors with each pair as one, and what each of these is made of."""
+    """Returns the tensors with each pair as one tensor, and the pairs by the names of these tensors."""
     pairs = {
         name.removesuffix(BLOCKS): BlockPair(name, name.removesuffix(BLOCKS) + SCALES)
         for name in tensors
@@ -58,7 +58,5 @@ def paired(tensors: Mapping[str, StoredTensor], source: str) -> tuple[dict[str, 
                 "together: for each scale there must be 16 bytes"
             )
         experts, rows, count = scales.shape
-        found[name] = StoredTensor(
-            (experts, count * BLOCK, rows), blocks.stored_bytes + scales.stored_bytes, torch.bfloat16
-        )
+        found[name] = StoredTensor((experts, count * BLOCK, rows), blocks.stored_bytes + scales.stored_bytes, "MXFP4")
     return found, pairs

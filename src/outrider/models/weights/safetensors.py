@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from outrider.models.weights.base import Checkpoint, StoredTensor, taken
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-FORMS = {"F16": torch.float16, "BF16": torch.bfloat16}
 INTEGER_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
 BLOCK_BYTES = {"U8": 1}
 
@@ -42,7 +41,8 @@ class TensorFiles:
     """The safetensors of a directory, whole or in shards. Only headers are read until a tensor is asked for."""
 
     def __init__(self, directory: Path, *, integers: bool = False, blocks: bool = False) -> None:
-        """Expected beside weights: `integers`, tables of token ids; `blocks`, bytes of quantised ones."""
+        """`integers`: tables of token ids are allowed beside weights. `blocks`: bytes of quantised weights are
+        allowed."""
         element_bytes = ELEMENT_BYTES | (INTEGER_BYTES if integers else {}) | (BLOCK_BYTES if blocks else {})
         self._files = {name: _open(directory / name) for name in _shards(directory)}
         self._file_of: dict[str, str] = {}
@@ -56,7 +56,7 @@ class TensorFiles:
         self.tensors: Mapping[str, StoredTensor] = tensors
 
     def mapped(self, name: str) -> Tensor:
-        """A view of the mapped file: its pages are read by whoever reads the tensor."""
+        """Returns a view of the mapped file, which is read from disk when the tensor is read."""
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
@@ -102,7 +102,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], str]:
-    """config.json of a directory whose weights are not quantised, and what to call it in messages."""
+    """Returns the config.json of a directory whose weights are not quantised, and its path for messages."""
     config, source = _read_config(directory)
     _refuse_quantised(config, source)
     return config, source
@@ -121,7 +121,7 @@ def _shards(directory: Path) -> list[str]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{directory / INDEX} has no weight_map")
         names = sorted({str(name) for name in weight_map.values()})
-        # The index comes from outside: it may name files of this directory only.
+        # The index is untrusted: it may name files of this directory only.
         if any(Path(name).name != name for name in names):
             raise ModelError(f"{directory / INDEX} names files outside its own directory")
         missing = [name for name in names if not (directory / name).is_file()]
@@ -139,7 +139,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as problem:
-        raise ModelError(f"{path} is no complete safetensors file: {problem}; fetch it again") from None
+        raise ModelError(f"{path} is not a complete safetensors file: {problem}; fetch it again") from None
 
 
 def _stored(name: str, piece: Any, path: Path, element_bytes: Mapping[str, int]) -> StoredTensor:
@@ -147,10 +147,7 @@ def _stored(name: str, piece: Any, path: Path, element_bytes: Mapping[str, int])
     if kind not in element_bytes:
         supported = ", ".join(sorted(element_bytes))
         raise ModelError(f"{path}: tensor {name} is stored as {kind}, which is not supported; supported: {supported}")
-    elements = 1
-    for size in shape:
-        elements *= size
-    return StoredTensor(shape, elements * element_bytes[kind], FORMS.get(kind))
+    return StoredTensor(shape, prod(shape) * element_bytes[kind], kind)
 
 
 def _quantisation(config: Mapping[str, Any]) -> str | None:
@@ -162,9 +159,8 @@ def _quantisation(config: Mapping[str, Any]) -> str | None:
 
 def _refuse_quantised(config: Mapping[str, Any], source: str) -> None:
     method = _quantisation(config)
-    if method is None:
-        return
-    raise ModelError(
-        f"{source}: weights quantised with {method!r} are not supported in safetensors; "
-        "use the unquantised model, or a GGUF file of it"
-    )
+    if method is not None:
+        raise ModelError(
+            f"{source}: weights quantised with {method!r} are not supported in safetensors; "
+            "use the unquantised model, or a GGUF file of it"
+        )

@@ -1,7 +1,7 @@
 """Entry point of the engine process: `python -m outrider.server.engine_process`, started by the front end.
 
-Its settings are the first line of its standard input. When that input ends, the front end is gone, and so is this
-process. Signals that a terminal or a service manager sends to all processes are left to the front end.
+Its settings are the first line of its standard input. When that input ends, the front end is gone, and this process
+exits too. Signals that a terminal or a service manager sends to all processes are left to the front end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORPHANED_STATUS = 4
 
 
 def main() -> int:
-    # Hardly anything that is loaded is ever let go of: looking for garbage in it would only take time, now and later.
+    # Hardly anything that is loaded is ever freed: searching it for garbage would only take time, now and later.
     gc.disable()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -39,12 +39,12 @@ def main() -> int:
         socket.send(encode(Loading(what=what, done=done, total=total)))
 
     try:
-        # Loading torch takes a while: what is above does not need it.
+        # Importing torch takes seconds, and nothing above needs it.
         from outrider.engine.build import build_engine
         from outrider.server.engine_process.loop import EngineLoop
         from outrider.server.engine_process.warm_up import warm_up
 
-        engine = build_engine(setup.engine, progress=progress, grammar_compile_limit_s=setup.grammar_compile_limit_s)
+        engine = build_engine(setup.engine, progress=progress)
     except OutriderError as error:
         socket.send(encode(Broken(kind=type(error).__name__, message=str(error))))
         return BROKEN_STATUS
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _end_with_front_end() -> None:
-    # Not through sys.stdin, whose lock an ordinary end of the interpreter would wait for.
+    # Not through sys.stdin: the interpreter would wait for its lock when it exits.
     while os.read(0, 1 << 16):
         pass
     os._exit(ORPHANED_STATUS)

@@ -1,20 +1,22 @@
-"""What a request has gained since the front end was last told.
+"""What a request has gained since the last report to the front end.
 
-A piece of text may be held back because it could begin a stop string. Tokens and text leave together: a token
-is told when all of its text can be shown, so that in every delta the pieces put together are the text.
+A piece of text may be held back because it could begin a stop string. Tokens and text are reported together: a token
+is reported when all of its text can be shown, so that in every delta the joined pieces are the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from outrider.engine.outputs import CompletionOutput, RequestOutput
 from outrider.runner.logprobs import TokenLogprobs
-from outrider.server.messages import Delta, Ending, Scored, SpeculationFigures
+from outrider.server.messages import Delta, Ending, Scored
 
 
 class RequestReporter:
-    """One request, as long as it runs."""
+    """Reports what one request has gained, as long as it runs."""
 
     def __init__(self, output: RequestOutput, *, arrival_s: float, stream: bool, tenant: str = "") -> None:
         self.output = output
@@ -22,19 +24,19 @@ class RequestReporter:
         self.arrival_s = arrival_s
         self.stream = stream
         self.last_tokens_s: float | None = None
-        """When a step last yielded tokens for it."""
+        """When a step last yielded tokens for the request."""
         self.tokens_seen = 0
         self.hit_noted = False
-        """Whoever watches the cache has been told what it gave to this request."""
+        """Whether the request's cache hit is among the recent hits."""
         self._cursors = [_Cursor(continuation) for continuation in output.outputs]
 
     def count_new_tokens(self) -> int:
-        """Tokens since the last call, over all continuations."""
-        seen, self.tokens_seen = self.tokens_seen, sum(len(each.token_ids) for each in self.output.outputs)
+        """Returns the number of tokens since the last call, over all continuations."""
+        seen, self.tokens_seen = self.tokens_seen, sum(each.num_tokens for each in self.output.outputs)
         return self.tokens_seen - seen
 
     def deltas(self) -> list[Delta]:
-        """The last of a finished request carries its ending."""
+        """Returns what is new. The last delta of a finished request carries its ending."""
         if not self.stream and not self.output.finished:
             return []
         name = self.output.request_id
@@ -46,7 +48,7 @@ class RequestReporter:
 
 
 class _Cursor:
-    """One continuation: how much of it was told."""
+    """How much of one continuation was reported."""
 
     def __init__(self, output: CompletionOutput) -> None:
         self._output = output
@@ -57,7 +59,7 @@ class _Cursor:
     def take(self, request_id: str) -> Delta | None:
         output = self._output
         finished = output.finish_reason is not None
-        if self._ended or (len(output.token_ids) == self._tokens and not finished):
+        if self._ended or (output.num_tokens == self._tokens and not finished):
             return None
         start = self._tokens
         pieces = self._last_pieces() if finished else self._whole_pieces()
@@ -68,13 +70,13 @@ class _Cursor:
         self._tokens, self._ended = stop, finished
         self._characters += len(text)
         if finished and not pieces:
-            # Bytes that never became a character come out at the end, behind the last token.
+            # Bytes that never became a character come out at the end, after the last token.
             text = output.text[self._characters :]
         return Delta(
             request_id=request_id,
             index=output.index,
             text=text,
-            token_ids=output.token_ids[start:stop],
+            token_ids=output.token_ids_between(start, stop),
             pieces=pieces,
             origins="".join(origin.value[0] for origin in output.origins[start:stop]),
             logprobs=None if output.logprobs is None else scored(output.logprobs[start:stop]),
@@ -83,7 +85,7 @@ class _Cursor:
         )
 
     def _whole_pieces(self) -> list[str]:
-        """Of tokens whose text can be shown whole."""
+        """Returns the pieces of the tokens whose text can be shown whole."""
         pieces, room = [], len(self._output.text) - self._characters
         for piece in self._output.pieces[self._tokens :]:
             room -= len(piece)
@@ -93,7 +95,8 @@ class _Cursor:
         return pieces
 
     def _last_pieces(self) -> list[str]:
-        """Of all tokens that are left: what lies behind a stop string is cut off, what was held back is added."""
+        """Returns the pieces of all tokens that are left. What follows a stop string is cut off; what was held back is
+        added."""
         pieces, rest = [], self._output.text[self._characters :]
         for piece in self._output.pieces[self._tokens :]:
             pieces.append(rest[: len(piece)])
@@ -108,37 +111,21 @@ def scored(entries: Sequence[TokenLogprobs]) -> list[Scored]:
 
 
 def _with_ending(delta: Delta, output: RequestOutput, arrival_s: float) -> Delta:
-    metrics, speculation = output.metrics, output.metrics.speculation
+    metrics, prompt = output.metrics, output.prompt_logprobs
     assert metrics.finished_s is not None
-    prompt = output.prompt_logprobs
     ending = Ending(
         arrival_s=arrival_s,
         scheduled_s=metrics.scheduled_s,
         first_token_s=metrics.first_token_s,
         finished_s=metrics.finished_s,
-        prompt_tokens=len(output.prompt_token_ids),
-        generated_tokens=sum(len(continuation.token_ids) for continuation in output.outputs),
-        longest_tokens=max(len(continuation.token_ids) for continuation in output.outputs),
+        prompt_tokens=output.prompt_len,
+        generated_tokens=sum(continuation.num_tokens for continuation in output.outputs),
+        longest_tokens=max(continuation.num_tokens for continuation in output.outputs),
         cached_tokens=metrics.cached_tokens,
         steps=metrics.steps,
-        speculation=SpeculationFigures(
-            drafts=speculation.drafts,
-            draft_tokens=speculation.draft_tokens,
-            accepted_tokens=speculation.accepted_tokens,
-            accepted_at=speculation.accepted_at,
-        ),
+        speculation=metrics.speculation,
         prompt_logprobs=None if prompt is None else [None if one is None else scored([one])[0] for one in prompt],
         error=output.error,
+        is_ours=not output.error_is_callers,
     )
-    return Delta(
-        request_id=delta.request_id,
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        pieces=delta.pieces,
-        origins=delta.origins,
-        logprobs=delta.logprobs,
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
-        ending=ending,
-    )
+    return msgspec.structs.replace(delta, ending=ending)

@@ -1,15 +1,14 @@
-"""What the front end is told of an engine, and what it can count."""
+"""Facts and figures about an engine, for the front end."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import NamedTuple
 
 from outrider.engine.engine import Engine
 from outrider.kv.census import take_census
-from outrider.server.messages import ArenaPages, Counters, Facts, GroupPageCounts, Pages, RecentHit
+from outrider.server.messages import ArenaPages, Counters, Facts, GroupPageCounts, Pages, RecentHit, TextFacts
 
 
 def facts_of(engine: Engine) -> Facts:
@@ -25,13 +24,15 @@ def facts_of(engine: Engine) -> Facts:
         vocab_size=model.spec.vocab_size,
         device=str(engine.runner.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        tokenizer=model.tokenizer.to_json(),
-        tokenizer_source=model.tokenizer.source,
-        bos_id=model.tokenizer.bos_id,
-        eos_ids=model.tokenizer.eos_ids,
-        templates={} if template is None else template.templates,
-        template_source="" if template is None else template.source,
-        template_variables={} if template is None else template.variables,
+        text=TextFacts(
+            tokenizer=model.tokenizer.to_json(),
+            tokenizer_source=model.tokenizer.source,
+            bos_id=model.tokenizer.bos_id,
+            eos_ids=model.tokenizer.eos_ids,
+            templates={} if template is None else template.templates,
+            template_source="" if template is None else template.source,
+            template_variables={} if template is None else template.variables,
+        ),
         sampling_defaults=defaults,
         drafter=None if speculation is None else speculation.method,
         drafts_max=engine.k,
@@ -64,39 +65,23 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, ab
     )
 
 
-class _Hit(NamedTuple):
-    number: int
-    at_s: float
-    prompt_tokens: int
-    cached_tokens: int
-
-
 class RecentHits:
-    """What the prefix cache gave to the latest requests of each tenant: nobody's requests push out another's."""
+    """What the prefix cache gave to the latest requests of each tenant. One tenant's requests never displace
+    another's."""
 
     def __init__(self, most: int = 32) -> None:
         self._most = most
-        self._hits: dict[str, deque[_Hit]] = {}
+        self._hits: dict[str, deque[RecentHit]] = {}
 
     def note(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
         hits = self._hits.setdefault(tenant, deque(maxlen=self._most))
         number = hits[0].number + 1 if hits else 1
-        hits.appendleft(_Hit(number, time.monotonic(), prompt_tokens, cached_tokens))
+        hits.appendleft(
+            RecentHit(number=number, at_s=time.monotonic(), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        )
 
     def listed(self) -> dict[str, list[RecentHit]]:
-        now = time.monotonic()
-        return {
-            tenant: [
-                RecentHit(
-                    number=hit.number,
-                    age_s=now - hit.at_s,
-                    prompt_tokens=hit.prompt_tokens,
-                    cached_tokens=hit.cached_tokens,
-                )
-                for hit in hits
-            ]
-            for tenant, hits in self._hits.items()
-        }
+        return {tenant: list(hits) for tenant, hits in self._hits.items()}
 
 
 def pages_of(engine: Engine, call: int, hits: RecentHits) -> Pages:

@@ -1,15 +1,13 @@
-"""Orders in, one step, a report out; again and again.
+"""The loop of the engine process: take orders, run a step, send a report.
 
 A step never waits for the front end: reports are queued by ZMQ without limit, and their size is bounded by
-what the requests that run may still write.
+what the running requests may still generate.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
-from typing import Any
 
 import zmq
 
@@ -39,11 +37,9 @@ from outrider.server.messages import (
 logger = logging.getLogger("outrider.engine")
 
 REPORT_INTERVAL_S = 0.25
-"""Figures are sent at least so often while there is work, even if no client waits for text."""
-COMPILED_POLL_MS = 10
-"""How often an idle engine looks whether a grammar is compiled."""
+"""How often figures are sent at least while there is work, even if no client waits for text."""
 FAILED_STEPS_MAX = 3
-"""After so many steps in a row that raised, the process gives up: a fresh one may do better."""
+"""Number of steps in a row that may raise before the process gives up, to be replaced by a new one."""
 
 
 class EngineLoop:
@@ -59,8 +55,6 @@ class EngineLoop:
         self._reported_s = 0.0
         self._stopped = False
         self._failed_steps = 0
-        self._compiling: dict[str, tuple[Submit, Future[Any]]] = {}
-        """Requests that wait for their grammar."""
 
     def run(self) -> None:
         self._send(Ready(facts=facts_of(self._engine)))
@@ -75,26 +69,20 @@ class EngineLoop:
     # ---- orders ------------------------------------------------------------------------------------
 
     def _take_orders(self, *, wait: bool) -> None:
-        """All that are there; if there is nothing else to do, at least one."""
+        """Take all orders that have arrived; with `wait`, at least one."""
         taken = False
-        limit_ms = 0 if not wait else COMPILED_POLL_MS if self._compiling else None
+        limit_ms = None if wait else 0
         while not self._stopped and self._socket.poll(limit_ms, zmq.POLLIN):
             self._obey(self._socket.recv())
             limit_ms, taken = 0, True
-        for name in [name for name, (_, compiled) in self._compiling.items() if compiled.done()]:
-            self._add_compiled(*self._compiling.pop(name))
-            taken = True
         if taken and not self._engine.has_work:
-            # No step will tell how things stand now.
+            # No step will report the new figures.
             self._report([])
 
     def _obey(self, frame: bytes) -> None:
         match decode_to_engine(frame):
             case Submit() as order:
-                self._submit(order)
-            case Abort(request_id=name) if name in self._compiling:
-                self._leave_grammar(name)
-                self._aborted += 1
+                self._add(order)
             case Abort(request_id=name):
                 if self._reporters.pop(name, None) is not None:
                     self._engine.abort(name)
@@ -110,30 +98,7 @@ class EngineLoop:
             case Stop():
                 self._stopped = True
 
-    def _submit(self, order: Submit) -> None:
-        grammar, grammars = order.params.grammar, self._engine.grammars
-        if grammar is not None and grammars is not None:
-            try:
-                self._compiling[order.request_id] = (order, grammars.compile(grammar))
-            except Exception as error:
-                self._refuse(order, error)
-        else:
-            self._add(order)
-
-    def _leave_grammar(self, name: str) -> None:
-        _, compiled = self._compiling.pop(name)
-        if all(other is not compiled for _, other in self._compiling.values()):
-            # Nobody waits for it: those behind it need not either. One that has begun is finished and kept.
-            compiled.cancel()
-
-    def _add_compiled(self, order: Submit, compiled: Future[Any]) -> None:
-        error = compiled.exception()
-        if error is None:
-            self._add(order, compiled.result())
-        else:
-            self._refuse(order, error)
-
-    def _add(self, order: Submit, compiled: Any = None) -> None:
+    def _add(self, order: Submit) -> None:
         name = order.request_id
         try:
             self._engine.add_request(
@@ -143,10 +108,9 @@ class EngineLoop:
                 priority=order.priority,
                 salt=order.salt,
                 speculate=order.speculate,
-                compiled=compiled,
             )
         except Exception as error:
-            # Whatever it is, it is this request's alone.
+            # Whatever is wrong with this request, others are not affected.
             self._refuse(order, error)
         else:
             self._reporters[name] = RequestReporter(
@@ -174,7 +138,7 @@ class EngineLoop:
             logger.exception("a step failed; its requests end with an error")
             if self._failed_steps >= FAILED_STEPS_MAX:
                 raise
-            # Whoever was in it has ended.
+            # The requests of the step have ended.
             changed = [name for name, reporter in self._reporters.items() if reporter.output.finished]
         now = time.monotonic()
         deltas = []
@@ -190,9 +154,7 @@ class EngineLoop:
     def _note(self, reporter: RequestReporter, now: float) -> None:
         if not reporter.hit_noted and reporter.output.metrics.scheduled_s is not None:
             reporter.hit_noted = True
-            self._hits.note(
-                reporter.tenant, len(reporter.output.prompt_token_ids), reporter.output.metrics.cached_tokens
-            )
+            self._hits.note(reporter.tenant, reporter.output.prompt_len, reporter.output.metrics.cached_tokens)
         new = reporter.count_new_tokens()
         if not new:
             return

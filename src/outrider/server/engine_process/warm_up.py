@@ -1,4 +1,4 @@
-"""A first generation that nobody waits for: kernels compile and memory is touched before clients come."""
+"""A first generation before clients connect, so that kernels are compiled and memory is mapped by then."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from outrider.errors import RequestError
 from outrider.sampling import SamplingParams
 
 PROMPT_TOKENS = 3
-"""Less than a page: nothing of it stays in the prefix cache."""
+"""Fewer tokens than a page holds, so that nothing of the prompt stays in the prefix cache."""
 
 
 def warm_up(engine: Engine) -> None:
-    """Plain, sampled and with log-probabilities, with and without drafts."""
+    """Generate greedily, and by sampling with log-probabilities; each with drafts if the engine speculates."""
     tokens = min(engine.k + 4, engine.max_model_len - PROMPT_TOKENS)
     prompt = [token % engine.model.spec.vocab_size for token in range(PROMPT_TOKENS)]
     for number, params in enumerate(
@@ -24,7 +24,7 @@ def warm_up(engine: Engine) -> None:
         try:
             engine.add_request(f"warm-up-{number}", prompt, params)
         except RequestError:
-            # A context too short for this serves short requests all the same.
+            # The context is too short for this request, but not for shorter ones.
             continue
     if engine.grammars is not None:
         engine.grammars.prepare()

@@ -1,6 +1,6 @@
-"""The front end's end of the socket to the engine process, inside the event loop.
+"""The front end's side of the socket to the engine process, inside the event loop.
 
-ZMQ's own asyncio support makes several futures for each message; here a message costs one call.
+ZMQ's own asyncio support creates several futures for each message; here a message costs one call.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import suppress
 import zmq
 
 MESSAGES_AT_ONCE = 64
-"""Then others get their turn."""
+"""Messages that are received before other tasks of the event loop run."""
 
 
 class Channel:
-    """Calls `take` with each frame, in order, until it raises; then `failed` has what it raised."""
+    """Calls `take` with each frame, in order, until it raises; `failed` then holds the exception."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, take: Callable[[bytes], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -29,10 +29,10 @@ class Channel:
         self._loop.add_reader(self._descriptor, self._receive)
 
     def send(self, frame: bytes) -> None:
-        # Without a limit on the queue it is sent at once, or not at all: then nobody is there, which shows elsewhere.
+        # The queue is unlimited, so this fails only if the engine process is gone, which the supervisor notices.
         with suppress(zmq.Again):
             self._socket.send(frame, zmq.NOBLOCK)
-        # The descriptor tells only of changes, and sending may have taken one in.
+        # The descriptor is edge-triggered, and sending may have consumed an edge.
         self._loop.call_soon(self._receive)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A chat request's messages as the model's template wants them, within the server's limits."""
+"""A chat request's messages in the form that chat templates expect, within the server's limits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
 from outrider.server.messages import Facts
 from outrider.server.protocol.chat import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool
+from outrider.server.protocol.responses import InputPart
 from outrider.server.protocol.tokenize import TokenizeRequest
 from outrider.server.text_process.messages import Render
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "self"}
 )
-"""What a client may not set: the rest of its request says it."""
+"""Template variables that clients may not set; other fields of the request determine them."""
 
 
 def render_order(
     body: ChatRequest | TokenizeRequest, config: ServerConfig, facts: Facts, *, with_tools: bool, tokens_max: int
 ) -> Render:
-    if not facts.templates:
+    if not facts.text.templates:
         raise Problem(
-            f"{facts.model_name} has no chat template, so it is not made for conversations; use /v1/completions",
+            f"{facts.model_name} has no chat template, so it cannot answer conversations; use /v1/completions",
             code="no_chat_template",
         )
     messages = body.messages or []
@@ -39,7 +40,7 @@ def render_order(
         if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
             raise Problem("continue_final_message and add_generation_prompt exclude each other; give one")
         if messages[-1].role != "assistant":
-            raise Problem("continue_final_message needs a last message of the assistant", param="messages")
+            raise Problem("continue_final_message needs a last message by the assistant", param="messages")
     _check_results(messages)
     return Render(
         messages=[_plain(message, place) for place, message in enumerate(messages)],
@@ -52,7 +53,7 @@ def render_order(
 
 
 def _check_results(messages: Sequence[ChatMessage]) -> None:
-    """Each answers a call that was made before it."""
+    """Checks that each tool result answers a call before it."""
     called: set[str] = set()
     for place, message in enumerate(messages):
         called |= {call.id for call in message.tool_calls or () if call.id is not None}
@@ -69,9 +70,11 @@ def _check_results(messages: Sequence[ChatMessage]) -> None:
 
 
 def _plain(message: ChatMessage, place: int) -> dict[str, Any]:
-    # Templates know the older name of the role.
+    # Chat templates know only the older name of this role.
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    content = _text(message.content, place)
+    content = message.content
+    if content is not None:
+        content = joined_text(content, ("text",), where=f"messages[{place}]", param="messages")
     if content is None and not message.tool_calls:
         raise Problem(f"messages[{place}] has no content", param="messages")
     plain["content"] = content or ""
@@ -86,18 +89,20 @@ def _plain(message: ChatMessage, place: int) -> dict[str, Any]:
     return plain
 
 
-def _text(content: str | Sequence[ContentPart] | None, place: int) -> str | None:
-    if content is None or isinstance(content, str):
+def joined_text(
+    content: str | Sequence[ContentPart] | Sequence[InputPart], text_types: Sequence[str], *, where: str, param: str
+) -> str:
+    """Returns the text of a message; refuses parts that are neither a refusal nor of one of the text types."""
+    if isinstance(content, str):
         return content
     texts = []
     for part in content:
-        said = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
-        if said is None:
+        text = part.text if part.type in text_types else part.refusal if part.type == "refusal" else None
+        if text is None:
             raise Problem(
-                f"messages[{place}]: a part of type {part.type[:40]!r} cannot be read; this server takes text only",
-                param="messages",
+                f"{where}: a part of type {part.type[:40]!r} cannot be read; this server takes text only", param=param
             )
-        texts.append(said)
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -110,7 +115,7 @@ def tool_definitions(tools: Sequence[Tool] | None, config: ServerConfig) -> list
     for place, tool in enumerate(tools):
         name, parameters = tool.function.name, tool.function.parameters or {}
         if name in names:
-            raise Problem(f"tools[{place}]: there is another tool with the name {name!r}; rename one", param="tools")
+            raise Problem(f"tools[{place}]: another tool has the name {name!r} too; rename one", param="tools")
         names.add(name)
         if parameters.get("type", "object") != "object" or not isinstance(parameters.get("properties", {}), dict):
             raise Problem(
@@ -126,14 +131,14 @@ def check_tool_choice(body: ChatRequest, facts: Facts) -> None:
     if choice in (None, "none", "auto"):
         return
     if not names:
-        raise Problem("tool_choice asks for a call, but there are no tools", param="tool_choice")
+        raise Problem("tool_choice requires a call, but there are no tools; send tools too", param="tool_choice")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise Problem(
             f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools", param="tool_choice"
         )
     if not facts.supports_grammars:
         raise Problem(
-            "this server cannot force a call, since that takes output in a given form; use tool_choice 'auto' and look "
+            "this server cannot force a call, since that needs structured output; use tool_choice 'auto' and check "
             "whether the answer has tool_calls",
             param="tool_choice",
             code="not_available",

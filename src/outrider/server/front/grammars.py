@@ -1,4 +1,4 @@
-"""Which form a client wants the output to have: one typed `Grammar` out of the several ways to ask for one."""
+"""Turns the several ways in which a client can ask for structured output into one typed `Grammar`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def grammar_of(body: GenerationFields, config: ServerConfig) -> Grammar | None:
     found = [(name, grammar) for name, grammar in _asked_for(body) if grammar is not None]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise Problem(f"the form of the output is given more than once: {names}; give one", param=found[1][0])
+        raise Problem(f"structured output is asked for more than once: {names}; give one of them", param=found[1][0])
     if not found:
         return None
     name, grammar = found[0]
@@ -37,15 +37,15 @@ def check_size(grammar: Grammar, config: ServerConfig, *, param: str) -> None:
 
 
 def json_schema(schema: object, *, param: str) -> Grammar:
-    """A schema as an object, or as its text."""
+    """Returns the grammar of a schema, given as an object or as its text."""
     if isinstance(schema, str):
         try:
             # As strictly as bodies are read: Python's own reader lets through what cannot be sent on.
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
-            raise Problem(f"{param}: the schema is no valid JSON", param=param) from None
+            raise Problem(f"{param}: the schema is not valid JSON; correct it", param=param) from None
     if not isinstance(schema, dict | bool):
-        raise Problem(f"{param}: a schema is an object", param=param)
+        raise Problem(f"{param}: a schema is an object, or true; correct it", param=param)
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema, separators=(",", ":"), ensure_ascii=False))
 
 
@@ -76,7 +76,7 @@ def _response_format(wanted: ResponseFormat | None) -> Grammar | None:
         return Grammar(kind=GrammarKind.JSON_OBJECT)
     schema: Any = None if wanted.json_schema is None else wanted.json_schema.schema_
     if schema is None:
-        raise Problem("response_format: json_schema needs a schema", param="response_format")
+        raise Problem("response_format: json_schema needs a schema; add json_schema.schema", param="response_format")
     return json_schema(schema, param="response_format")
 
 

@@ -1,4 +1,4 @@
-"""Errors as clients get them: OpenAI's error object and its HTTP status."""
+"""Errors as clients see them: OpenAI's error object and an HTTP status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.errors import OutriderError
 
 
 class Problem(OutriderError):
-    """A request cannot be served. `status` is HTTP's; the rest is OpenAI's error object."""
+    """A request cannot be served. `status` is the HTTP status; the other fields are OpenAI's error object."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ def unavailable(why: str, *, retry_after_s: int = 2) -> Problem:
 
 
 def server_ends() -> Problem:
-    return unavailable("the server is ending; send the request again, elsewhere")
+    return unavailable("the server is shutting down; send the request to another server")
 
 
 def engine_died() -> Problem:

@@ -1,4 +1,4 @@
-"""A client's fields to `SamplingParams`, within the server's limits."""
+"""The `SamplingParams` of a request, within the server's limits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from outrider.server.front.problems import Problem
 from outrider.server.messages import Facts
 from outrider.server.protocol.fields import GenerationFields
 
-SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-PASSED_ON = ("seed", "stop", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+OTHER_FIELDS = ("seed", "stop", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")
 IDS_MAX = 4096
 
 
@@ -31,18 +39,18 @@ def sampling_params(
     check_limits(body, config, logprobs)
     if grammar is not None and not facts.supports_grammars:
         raise Problem(
-            f"output in a given form ({grammar.kind.value}) is not available on this server; leave it out and check "
-            "the text yourself",
+            f"structured output ({grammar.kind.value}) is not available on this server; leave it out and check the "
+            "text yourself",
             code="not_available",
         )
-    given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLED_BY}
-    # Recommendations belong together: whoever sets the temperature has other plans.
+    given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    # Recommended settings belong together: a request with its own temperature does not want the rest of them.
     recommended: Mapping[str, Any] = {} if body.temperature is not None else facts.sampling_defaults
     values = dict(recommended) | {name: value for name, value in given.items() if value is not None}
     if "top_k" in values:
-        # More than there are keep them all.
+        # A larger number keeps all tokens.
         values["top_k"] = min(int(values["top_k"]), facts.vocab_size)
-    values |= {name: getattr(body, name) for name in PASSED_ON}
+    values |= {name: getattr(body, name) for name in OTHER_FIELDS}
     try:
         params = SamplingParams(
             **values,
@@ -87,12 +95,12 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     bias = {}
     for name, value in given.items():
         if not name.isascii() or not name.isdigit() or len(name) > 10:
-            raise Problem(f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+            raise Problem(f"logit_bias: {name[:40]!r} is not a token id", param="logit_bias")
         bias[int(name)] = value
     return bias
 
 
 def _field_in(message: str, body: GenerationFields) -> str | None:
-    """Messages about a setting begin with its name."""
+    """Returns the field that a message is about; messages about a setting begin with its name."""
     word = message.split(maxsplit=1)[0].rstrip(":")
     return word if word in type(body).model_fields else None

@@ -1,4 +1,4 @@
-"""What every route works with: the engine behind its supervisor, the text processes, the tokenizer, the limits."""
+"""What every route works with: the engine and its supervisor, the text processes, the tokenizer, the limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from outrider.errors import NotNowError, RequestError
-from outrider.models.tokenizer import Tokenizer, tokenizer_from_json
 from outrider.sampling import SamplingParams
 from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem, queue_full, unavailable
@@ -30,22 +29,18 @@ class Service:
         self.tracer = tracer
         self.drain_began = asyncio.Event()
         self.begin_drain: Callable[[], None] = lambda: None
-        """Set by whoever can end the server."""
+        """Starts a drain; set by the code that runs the server."""
         self.started_s = time.time()
         self._text: TextPool | None = None
-        self._tokenizer: Tokenizer | None = None
         self._token_texts: TokenTexts | None = None
         self._pages: Pages | None = None
         self._pages_s = 0.0
         self._looking = asyncio.Lock()
 
     async def prepare(self, facts: Facts) -> None:
-        """Called once, when the engine is ready for the first time."""
-        self._tokenizer = tokenizer_from_json(
-            facts.tokenizer, source=facts.tokenizer_source, bos_id=facts.bos_id, eos_ids=facts.eos_ids
-        )
-        self._token_texts = TokenTexts(self._tokenizer)
-        text = TextPool(facts, processes=self.config.text_processes, limit_s=self.config.render_limit_s)
+        """Starts the text processes; called once, when the engine is ready for the first time."""
+        self._token_texts = TokenTexts(facts.text.make_tokenizer())
+        text = TextPool(facts.text, processes=self.config.text_processes, limit_s=self.config.render_limit_s)
         await text.start()
         self._text = text
 
@@ -53,15 +48,11 @@ class Service:
         if self._text is not None:
             await self._text.close()
 
-    # ---- how things stand --------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------
 
     @property
     def draining(self) -> bool:
         return self.drain_began.is_set()
-
-    @property
-    def ready(self) -> bool:
-        return self.why_not_ready is None
 
     @property
     def why_not_ready(self) -> str | None:
@@ -80,14 +71,9 @@ class Service:
         return self.supervisor.facts
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise unavailable("the model is still loading; try again in a moment")
-        return self._tokenizer
-
-    @property
     def token_texts(self) -> TokenTexts:
-        assert self._token_texts is not None
+        if self._token_texts is None:
+            raise unavailable("the model is still loading; try again in a moment")
         return self._token_texts
 
     @property
@@ -95,7 +81,7 @@ class Service:
         return self.config.served_model_names or (self.facts.model_name,)
 
     async def pages(self, *, max_age_s: float) -> Pages:
-        """How KV pages stood at most so long ago."""
+        """Returns the state of all KV pages, at most `max_age_s` old."""
         async with self._looking:
             if self._pages is None or time.monotonic() - self._pages_s > max_age_s:
                 self._pages = await self.supervisor.pages()
@@ -108,13 +94,13 @@ class Service:
             raise unavailable(f"{why}; try again in a moment")
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with."""
+        """Returns the name of the model to answer with; refuses a name that is not served."""
         names = self.model_names
         if asked is None:
             return names[0]
         if asked not in names:
             raise Problem(
-                f"the model {asked[:200]!r} is not served here; there is: {', '.join(names)}",
+                f"the model {asked[:200]!r} is not served here; this server has: {', '.join(names)}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -167,9 +153,12 @@ class Service:
         if len(prompt) > self.prompt_tokens_max or len(prompt) + wanted > self.facts.max_model_len:
             raise self.too_long(len(prompt), wanted, param=param)
 
-    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+    def check_not_empty(self, ids: Sequence[int], param: str) -> None:
         if not ids:
             raise Problem("the prompt is empty; send at least one token", param=param)
+
+    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuses token ids from a client that the model does not have; those of our own tokenizer need no check."""
         bad = next((token for token in ids if not 0 <= token < self.facts.vocab_size), None)
         if bad is not None:
             raise Problem(
@@ -179,11 +168,11 @@ class Service:
                 code="invalid_token_id",
             )
 
-    # ---- generating --------------------------------------------------------------------------------
+    # ---- generation --------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def generate(self, orders: Sequence[Submit]) -> AsyncGenerator[Answers, None]:
-        """Inside, the engine has taken all of them; leaving ends those that still run."""
+        """Inside the context the engine has accepted all orders; leaving it aborts those that still run."""
         self.check_ready()
         wanted = sum(order.params.n for order in orders)
         limit = self.facts.max_num_seqs + self.config.queue_max
@@ -196,7 +185,7 @@ class Service:
 
 
 class Answers:
-    """What arrives for a job, within the time it has."""
+    """Reads what arrives for a job, until its time limit."""
 
     def __init__(self, job: Job, limit_s: float) -> None:
         self._job = job
@@ -214,11 +203,13 @@ class Answers:
         self._job.put_back(early)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(which of the orders, what it gained), until all have ended."""
+        """Yields (index of the order, what it gained) until all orders have ended."""
         while not self._job.finished:
             place, item = await self._next()
             assert isinstance(item, Delta)
             if item.ending is not None and item.ending.error is not None:
+                if not item.ending.is_ours:
+                    raise Problem(item.ending.error)
                 raise Problem(
                     f"the engine could not finish this request: {item.ending.error}",
                     status=500,

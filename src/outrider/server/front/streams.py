@@ -15,8 +15,15 @@ Item = Accepted | Refused | Delta | Exception
 
 class Arrival(NamedTuple):
     place: int
-    """Which of the job's requests."""
+    """Index of the order in its job."""
     item: Item
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing else arrives for the same order."""
+        if isinstance(self.item, Delta):
+            return self.item.ending is not None
+        return not isinstance(self.item, Accepted)
 
 
 class Sender(Protocol):
@@ -24,85 +31,90 @@ class Sender(Protocol):
 
 
 class Job:
-    """One or several requests to the engine that one client waits for; leaving it ends what still runs."""
+    """The requests to the engine that one client waits for; leaving the context aborts those that still run."""
 
-    def __init__(self, streams: OpenRequests, orders: Sequence[Submit]) -> None:
-        self._streams = streams
+    def __init__(self, requests: OpenRequests, orders: Sequence[Submit]) -> None:
+        self._requests = requests
         self.orders = orders
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
-        self._open: dict[str, int] = {}
+        self._num_running = len(orders)
 
     def __enter__(self) -> Job:
         for place, order in enumerate(self.orders):
-            self._open[order.request_id] = place
-            self._streams.start(order, self)
-        self._streams.num_jobs += 1
+            self._requests.start(OpenRequest(self, place, order))
+        self._requests.num_jobs += 1
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for name in self._open:
-            self._streams.leave(name)
-        self._open.clear()
-        self._streams.num_jobs -= 1
+        for order in self.orders:
+            self._requests.abort(order.request_id)
+        self._requests.num_jobs -= 1
 
     @property
     def finished(self) -> bool:
-        return not self._open and self._arrivals.empty()
+        return not self._num_running and self._arrivals.empty()
 
     async def next(self) -> Arrival:
         return await self._arrivals.get()
 
     def put_back(self, arrivals: Iterable[Arrival]) -> None:
-        """Hand them out again, before everything else."""
+        """Puts arrivals in front of all others, so that `next` returns them again."""
         later = [self._arrivals.get_nowait() for _ in range(self._arrivals.qsize())]
         for arrival in (*arrivals, *later):
             self._arrivals.put_nowait(arrival)
 
-    def deliver(self, request_id: str, item: Item) -> None:
-        ended = isinstance(item, Refused | Exception) or (isinstance(item, Delta) and item.ending is not None)
-        place = self._open.pop(request_id) if ended else self._open[request_id]
-        self._arrivals.put_nowait(Arrival(place, item))
+    def deliver(self, arrival: Arrival) -> None:
+        self._num_running -= arrival.is_last
+        self._arrivals.put_nowait(arrival)
+
+
+class OpenRequest(NamedTuple):
+    job: Job
+    place: int
+    """Index of the order in its job."""
+    order: Submit
 
 
 class OpenRequests:
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self._jobs: dict[str, Job] = {}
-        self._sequences: dict[str, int] = {}
+        self._open: dict[str, OpenRequest] = {}
         self.num_jobs = 0
-        """Clients that wait for an answer, or have not yet taken all of theirs."""
+        """Number of clients that wait for an answer, or have not yet received all of theirs."""
         self.num_sequences = 0
-        """Continuations of all requests that are open."""
+        """Number of continuations of all open requests."""
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._open)
 
-    def start(self, order: Submit, job: Job) -> None:
+    def start(self, request: OpenRequest) -> None:
+        order = request.order
         self._sender.send(order)
-        self._jobs[order.request_id] = job
-        self._sequences[order.request_id] = order.params.n
+        self._open[order.request_id] = request
         self.num_sequences += order.params.n
 
-    def leave(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
-        if self._forget(request_id) is not None:
-            # An engine that is gone has taken the request with it.
-            with suppress(OutriderError):
-                self._sender.send(Abort(request_id=request_id))
+    def abort(self, request_id: str) -> None:
+        """Ends a request whose client no longer waits; does nothing if it has ended already."""
+        if request_id not in self._open:
+            return
+        self._close(request_id)
+        # An engine that is gone has taken the request with it.
+        with suppress(OutriderError):
+            self._sender.send(Abort(request_id=request_id))
 
-    def _forget(self, request_id: str) -> Job | None:
-        self.num_sequences -= self._sequences.pop(request_id, 0)
-        return self._jobs.pop(request_id, None)
+    def _close(self, request_id: str) -> None:
+        self.num_sequences -= self._open.pop(request_id).order.params.n
 
     def deliver(self, request_id: str, item: Item) -> None:
-        """What is for a request that was left meanwhile is dropped."""
-        job = self._jobs.get(request_id)
-        if job is None:
+        """Hands an item to the job of its request; items for requests that were aborted are dropped."""
+        request = self._open.get(request_id)
+        if request is None:
             return
-        if not isinstance(item, Accepted) and (not isinstance(item, Delta) or item.ending is not None):
-            self._forget(request_id)
-        job.deliver(request_id, item)
+        arrival = Arrival(request.place, item)
+        if arrival.is_last:
+            self._close(request_id)
+        request.job.deliver(arrival)
 
     def fail_all(self, error: Exception) -> None:
-        for request_id in list(self._jobs):
+        for request_id in list(self._open):
             self.deliver(request_id, error)

@@ -1,6 +1,6 @@
 """Starts the engine process, passes messages, and starts another one if it dies or hangs.
 
-starting ──Ready──▶ ready ──process ends──▶ starting (all who wait are told)      any ──stop()──▶ stopped
+starting ──Ready──▶ ready ──process ends──▶ starting (open requests fail)      any ──stop()──▶ stopped
     └──Broken at the very first start──▶ stopped, with the reason
 """
 
@@ -51,9 +51,9 @@ logger = logging.getLogger("outrider.server")
 
 MODULE = "outrider.server.engine_process"
 STOP_LIMIT_S = 5.0
-LAST_WORDS_S = 0.2
+LAST_MESSAGES_S = 0.2
 RESTART_WAITS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before each further attempt; an engine that became ready starts the series anew."""
+"""Waits before each restart; the series starts over after an engine that became ready."""
 
 
 class State(Enum):
@@ -63,13 +63,12 @@ class State(Enum):
 
 
 class Supervisor:
-    """Use `start`, then wait for `first_ready`; `stop` at the end."""
+    """Runs the engine process. Call `start`, then wait for `first_ready`; call `stop` at the end."""
 
     def __init__(
         self,
         config: EngineConfig,
         *,
-        grammar_compile_limit_s: float,
         timeout_s: float,
         on_report: Callable[[StepReport], None] = lambda report: None,
         on_end: Callable[[], None] = lambda: None,
@@ -78,19 +77,17 @@ class Supervisor:
         self.state = State.STARTING
         self.facts: Facts | None = None
         self.requests = OpenRequests(self)
-        self.restarts = 0
         self.pid: int | None = None
         self.loading: Loading | None = None
         self.unresponsive = False
-        """A process hung, and none has shown life since."""
+        """Whether the engine process hung and no later one has made progress yet."""
         self.first_ready: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         self._config = config
-        self._grammar_compile_limit_s = grammar_compile_limit_s
         self._watchdog = Watchdog(timeout_s)
         self._on_report = on_report
         self._on_end = on_end
         self._on_loading = on_loading
-        # 0700: nobody else on this machine may speak to the engine.
+        # Only this user may enter it (mode 0700), so that no other user can send messages to the engine.
         self._directory = tempfile.mkdtemp(prefix="outrider-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel: Channel | None = None
@@ -100,7 +97,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._told_to_stop = asyncio.Event()
 
-    # ---- what the rest of the front end does -------------------------------------------------------
+    # ---- for the rest of the front end --------------------------------------------------------------
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
@@ -134,7 +131,7 @@ class Supervisor:
             del self._calls[call]
 
     async def stop(self) -> None:
-        """End the process; who still waits is told."""
+        """Ends the process; open requests fail."""
         was_ready, self.state = self.state is State.READY, State.STOPPED
         self._told_to_stop.set()
         if self._process is not None and self._process.returncode is None:
@@ -151,13 +148,13 @@ class Supervisor:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    # ---- one process after the other ---------------------------------------------------------------
+    # ---- the engine processes -----------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        failures = 0
+        failures = restarts = 0
         while not await self._stopped_within(RESTART_WAITS_S[min(failures, len(RESTART_WAITS_S) - 1)]):
-            error, was_ready = await self._run_one(number=self.restarts)
-            self._tell_everybody(server_ends() if self._is_stopped else engine_died())
+            error, was_ready = await self._run_one(number=restarts)
+            self._fail_all(server_ends() if self._is_stopped else engine_died())
             if self._is_stopped:
                 break
             if not self.first_ready.done():
@@ -165,7 +162,7 @@ class Supervisor:
                 self.first_ready.set_exception(error)
                 break
             failures = 0 if was_ready else failures + 1
-            self.restarts += 1
+            restarts += 1
             self._on_end()
             logger.error("the engine process has ended (%s); starting it again", error)
 
@@ -178,18 +175,18 @@ class Supervisor:
     def _is_stopped(self) -> bool:
         return self.state is State.STOPPED
 
-    def _tell_everybody(self, problem: Problem) -> None:
+    def _fail_all(self, problem: Problem) -> None:
         self.requests.fail_all(problem)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(problem)
 
     async def _run_one(self, number: int) -> tuple[OutriderError, bool]:
-        """Returns when the process has ended: why, and whether it had been ready."""
+        """Runs one process until it ends. Returns the reason, and whether the process had been ready."""
         endpoint = f"ipc://{self._directory}/engine-{number}"
         channel = self._channel = Channel(self._context, endpoint, lambda frame: self._take(decode_to_front(frame)))
-        setup = Setup(endpoint=endpoint, engine=self._config, grammar_compile_limit_s=self._grammar_compile_limit_s)
-        # A session of its own: Ctrl-C in a terminal is for the front end. Its input stays open as long as we live.
+        setup = Setup(endpoint=endpoint, engine=self._config)
+        # In a session of its own: Ctrl-C in a terminal is for the front end. The process ends when its input does.
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=PIPE, start_new_session=True
         )
@@ -197,7 +194,7 @@ class Supervisor:
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
         self.pid = process.pid
         if self._is_stopped:
-            # Told so while the process was being started: nobody else knows of this one.
+            # `stop` was called while the process was being started, and did not know of it yet.
             process.kill()
         waiter = asyncio.create_task(process.wait())
         watcher = asyncio.create_task(self._watch())
@@ -207,16 +204,16 @@ class Supervisor:
             self.state = State.STARTING
         hung = watcher.done() and not waiter.done()
         if hung:
-            # At once: even a kill may take its time, if a device does not answer.
+            # Before the process has ended: killing it may take long if a device does not answer.
             self.unresponsive = True
-            self._tell_everybody(engine_hung(self._watchdog.allowed_s))
+            self._fail_all(engine_hung(self._watchdog.allowed_s))
         if hung or channel.failed.done():
-            # What it says cannot be used, or it says that it cannot start, or it says nothing any more.
+            # Its messages cannot be read, or it cannot start, or it hangs.
             with suppress(ProcessLookupError):
                 process.kill()
         else:
-            # What it said last may still be on its way.
-            await asyncio.wait((channel.failed,), timeout=LAST_WORDS_S)
+            # Its last messages may still be in the socket.
+            await asyncio.wait((channel.failed,), timeout=LAST_MESSAGES_S)
         status = await waiter
         watcher.cancel()
         await asyncio.wait((watcher,))
@@ -225,11 +222,11 @@ class Supervisor:
         if isinstance(problem, OutriderError):
             return problem, was_ready
         why = f": {problem!r}" if problem else f" after {self._watchdog.allowed_s:g} s without progress" if hung else ""
-        return ModelError(f"the engine process ended {_how(status)}{why}"), was_ready
+        return ModelError(f"the engine process ended {_exit_in_words(status)}{why}"), was_ready
 
     async def _watch(self) -> None:
         self._watchdog.begin()
-        # Until there has been an engine, a person waits for it; what it loads may have to be fetched first.
+        # The first start has no limit: the model may have to be downloaded, and the user sees its progress.
         await asyncio.wait((self.first_ready,))
         await self._watchdog.watch(lambda: self._send(AreYouAlive()))
 
@@ -258,7 +255,7 @@ class Supervisor:
 
     def _become_ready(self, facts: Facts) -> None:
         if self.facts is not None and facts.fingerprint != self.facts.fingerprint:
-            # Tokens and limits that the front end has are of another model: nothing it serves would be right.
+            # The front end's tokenizer and limits belong to the model that it started with.
             raise ConfigError("the model's files have changed since the server started; start it again")
         self.facts, self.loading, self.unresponsive = facts, None, False
         self._watchdog.became_ready()
@@ -269,5 +266,5 @@ class Supervisor:
             self.first_ready.set_result(facts)
 
 
-def _how(status: int) -> str:
+def _exit_in_words(status: int) -> str:
     return f"by signal {-status}" if status < 0 else f"with status {status}"

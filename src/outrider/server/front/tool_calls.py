@@ -1,10 +1,10 @@
-"""Tool calls in what a model writes, told while it writes them.
+"""Tool calls in the output of a model, parsed while it is generated.
 
     text <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> text
 
-That is how Hermes, Qwen and SmolLM2 call; SmolLM2 puts several into one list. A call begins when its name is there;
-its arguments follow piece by piece, as they are written, and may turn out to be no JSON. What is between the tags and
-does not begin like a call stays text: nothing that the model wrote is lost.
+This is the format of Hermes, Qwen and SmolLM2; SmolLM2 puts several calls into one list. A call begins when its name
+is complete; its arguments follow piece by piece, as they are generated, and may turn out to be invalid JSON. Output
+between the tags that does not begin like a call stays text, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HEAD = re.compile(
     r'\s*+\}?+\s*+[\[,]?+\s*+\{\s*+"name"\s*+:\s*+("(?:[^"\\\n]|\\.)++")\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
 )
-"""All of a call, alone or in a list, up to the brace that opens its arguments. Nothing is tried twice: a model may
-write white space for pages."""
+"""A call, alone or in a list, up to the brace that opens its arguments. All quantifiers are possessive, so that long
+white space does not make matching slow."""
 
 
 class CallPiece(NamedTuple):
-    """One with a name begins a call; others add to the arguments of the latest."""
+    """A part of a call. A piece with a name begins a call; other pieces add to the arguments of the latest call."""
 
     arguments: str
     id: str | None = None
@@ -54,7 +54,7 @@ class ToolParser(Protocol):
 
 
 class NoTools:
-    """Everything is text."""
+    """The parser of a request without tools: all output is text."""
 
     def feed(self, text: str) -> Found:
         return Found(text)
@@ -64,17 +64,17 @@ class NoTools:
 
 
 class CallScanner:
-    """The JSON of one call or of a list of them."""
+    """Parses the JSON of one call or of a list of calls."""
 
     def __init__(self) -> None:
         self.body = ""
-        """All that was fed."""
+        """All text so far."""
         self.begun = 0
-        """Calls so far."""
+        """Number of calls so far."""
         self._rest = ""
         self._depth = 0
-        """Of braces and brackets in the arguments; 0: outside."""
-        self._in_text = False
+        """Nesting of braces and brackets in the arguments; 0 outside of them."""
+        self._in_string = False
         self._escaped = False
 
     def feed(self, text: str) -> list[CallPiece]:
@@ -95,15 +95,15 @@ class CallScanner:
         return pieces
 
     def _take_arguments(self) -> str:
-        """Up to the brace that closes them, or all there is."""
+        """Removes and returns the text up to the brace that closes the arguments, or all of it."""
         for place, letter in enumerate(self._rest):
             if self._escaped:
                 self._escaped = False
-            elif self._in_text:
+            elif self._in_string:
                 self._escaped = letter == "\\"
-                self._in_text = letter != '"'
+                self._in_string = letter != '"'
             elif letter == '"':
-                self._in_text = True
+                self._in_string = True
             else:
                 self._depth += (letter in "{[") - (letter in "}]")
             if not self._depth:
@@ -113,27 +113,27 @@ class CallScanner:
         return taken
 
     def close(self) -> list[CallPiece]:
-        """Calls that are written in another order are told now."""
+        """Returns the calls whose fields come in another order, which only the complete JSON shows."""
         return [piece for call in calls_in(self.body)[self.begun :] for piece in whole_call(call)]
 
 
 class HermesParser:
-    """White space before, between and behind calls belongs to them, and is not shown."""
+    """The parser of tagged calls. White space before, between and after calls is not part of the text."""
 
     def __init__(self) -> None:
         self._rest = ""
         self._scanner: CallScanner | None = None
-        """While a tag is open."""
+        """The scanner of the open tag, if any."""
         self._gap = ""
-        """White space before the tag that is open."""
-        self._behind_call = False
+        """White space before the open tag."""
+        self._after_call = False
 
     def feed(self, text: str) -> Found:
         self._rest += text
         shown: list[str] = []
         calls: list[CallPiece] = []
         while True:
-            if self._behind_call and self._scanner is None:
+            if self._after_call and self._scanner is None:
                 self._rest = self._rest.lstrip()
             head, tag, tail = self._rest.partition(OPEN if self._scanner is None else CLOSE)
             if not tag:
@@ -153,40 +153,40 @@ class HermesParser:
         return Found("".join(shown), tuple(calls))
 
     def _close(self, calls: list[CallPiece]) -> str:
-        """What was behind the opening tag, if it was no call."""
+        """Closes the open tag. Returns its text, tag included, if it was not a call."""
         assert self._scanner is not None
         scanner, self._scanner = self._scanner, None
         more = scanner.close()
         calls += more
-        self._behind_call = bool(more) or scanner.begun > 0
-        return "" if self._behind_call else self._gap + OPEN + scanner.body
+        self._after_call = bool(more) or scanner.begun > 0
+        return "" if self._after_call else self._gap + OPEN + scanner.body
 
     def _take_all_but(self, tag: str) -> str:
-        """What can be no part of the tag."""
+        """Removes and returns the text that cannot be part of the tag."""
         held = next((n for n in range(len(tag) - 1, 0, -1) if self._rest.endswith(tag[:n])), 0)
         safe = self._rest[: len(self._rest) - held]
         self._rest = self._rest[len(safe) :]
         return safe
 
     def _take_text(self) -> str:
-        """What can be no part of a tag, nor white space before one."""
+        """Removes and returns the text that can be neither part of a tag nor white space before one."""
         taken = self._take_all_but(OPEN)
         safe = taken.rstrip()
         self._rest = taken[len(safe) :] + self._rest
-        self._behind_call = self._behind_call and not safe
+        self._after_call = self._after_call and not safe
         return safe
 
     def finish(self) -> Found:
         rest, self._rest = self._rest, ""
         if self._scanner is None:
             return Found(rest)
-        # Some models end their turn instead of closing the tag.
+        # Some models end their turn without closing the tag.
         calls = self._scanner.feed(rest)
         return Found(self._close(calls), tuple(calls))
 
 
 class ForcedParser:
-    """The output is the arguments of one function, or a list of calls: a grammar sees to that."""
+    """The parser of output that a grammar forces to be the arguments of one function, or a list of calls."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
@@ -206,7 +206,7 @@ class ForcedParser:
 
 
 def calls_in(text: str) -> list[ParsedCall]:
-    """The calls that a JSON object or a list of them makes; none if it is anything else."""
+    """Returns the calls in a JSON object or a list of objects; none if the text is anything else."""
     try:
         value = _value_of(text)
     except (ValueError, RecursionError):
@@ -227,7 +227,7 @@ def whole_call(call: ParsedCall) -> tuple[CallPiece, CallPiece]:
 
 
 def with_piece(calls: Sequence[ParsedCall], piece: CallPiece) -> list[ParsedCall]:
-    """The calls as they are after a piece more."""
+    """Returns the calls with one more piece."""
     if piece.name is not None:
         assert piece.id is not None
         return [*calls, ParsedCall(piece.id, piece.name, piece.arguments)]
@@ -251,14 +251,14 @@ def _text_of(quoted: str) -> str | None:
 
 
 def _value_of(text: str) -> Any:
-    """What the JSON stands for, or ValueError, also where it could not be told: half of a surrogate pair, an endless
-    number."""
+    """Returns the value of a JSON text; raises ValueError also for values that cannot be encoded again, such as half a
+    surrogate pair or a number with thousands of digits."""
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-# ---- what a request wants --------------------------------------------------------------------------
+# ---- the parser and the grammar of a request -------------------------------------------------------
 
 
 def parser_for(tools: Sequence[Tool] | None, choice: object) -> ToolParser:
@@ -270,7 +270,7 @@ def parser_for(tools: Sequence[Tool] | None, choice: object) -> ToolParser:
 
 
 def forced_grammar(body: ChatRequest) -> Grammar | None:
-    """Where the client leaves the model no choice: the form that its output must have."""
+    """Returns the grammar of the output where tool_choice forces a call."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, NamedTool):
         chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
@@ -298,13 +298,13 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
-"""Of JSON Schema: what they hold is data, whatever it looks like."""
+"""JSON Schema keywords whose values are data, not schemas."""
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-"""They hold schemas under names of the client's, which may be those of keywords."""
+"""JSON Schema keywords that hold schemas under names chosen by the client, which may be those of keywords."""
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema at another place of a larger one: its references lead to where its parts are now."""
+    """Returns the schema with its references adjusted to its place inside a larger schema."""
 
     def moved(value: Any, *, is_schema: bool = True) -> Any:
         if isinstance(value, list):
@@ -325,5 +325,5 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
     try:
         whole: dict[str, Any] = moved({name: each for name, each in schema.items() if name != "$id"})
     except RecursionError:
-        raise Problem("tools: the parameters are nested too deep; make them simpler", param="tools") from None
+        raise Problem("tools: the parameters are nested too deeply; make them simpler", param="tools") from None
     return whole

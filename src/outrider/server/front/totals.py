@@ -1,4 +1,4 @@
-"""What a client's request came to: usage, and how speculation did."""
+"""Token usage and speculation statistics of a client's request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.server.messages import Delta, Ending, Submit
 
 
 class Totals:
-    """Over all engine requests of one client request."""
+    """Sums over all engine requests of one client request."""
 
     def __init__(self, orders: Sequence[Submit]) -> None:
         self._orders = len(orders)
@@ -25,7 +25,7 @@ class Totals:
 
     @property
     def complete(self) -> bool:
-        """Has everything ended?"""
+        """Whether all engine requests have ended."""
         return len(self.endings) == self._orders
 
     @property
@@ -54,15 +54,7 @@ class Totals:
     def _speculation(self) -> dict[str, Any]:
         counts = SpeculationCounts()
         for ending in self.endings:
-            told = ending.speculation
-            counts.add(
-                SpeculationCounts(
-                    drafts=told.drafts,
-                    draft_tokens=told.draft_tokens,
-                    accepted_tokens=told.accepted_tokens,
-                    accepted_at=told.accepted_at,
-                )
-            )
+            counts.add(ending.speculation)
         return {
             "drafts": counts.drafts,
             "draft_tokens": counts.draft_tokens,

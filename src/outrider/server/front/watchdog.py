@@ -1,7 +1,7 @@
-"""Notices an engine process that lives but gets nowhere.
+"""Detects an engine process that is alive but makes no progress.
 
-The front end asks every so often, and the engine answers between two steps, with the number of steps so far. An
-answer shows progress if the engine has nothing to do, or has done a step since the answer before.
+The front end asks at intervals, and the engine answers between two steps, with the number of steps so far. An answer
+shows progress if the engine has no work, or has finished a step since the answer before.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from outrider.server.messages import Alive
 
 START_LIMIT_S = 300.0
-"""For one stage of loading: a kernel may take a minute to compile where others use the processor too."""
+"""Longest stage of loading: a kernel may take a minute to compile on a busy machine."""
 INTERVAL_S = 1.0
 
 
 class Watchdog:
-    """For one engine process after the other; `begin` with each."""
+    """Watches one engine process after the other; call `begin` for each."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -32,7 +32,7 @@ class Watchdog:
 
     @property
     def allowed_s(self) -> float:
-        """How long there may be no progress now."""
+        """Time without progress that is allowed now."""
         return max(self.limit_s, START_LIMIT_S) if self._starting else self.limit_s
 
     def loaded_some(self) -> None:
@@ -47,8 +47,8 @@ class Watchdog:
         self._steps = alive.steps
 
     def is_hung(self, elapsed_s: float) -> bool:
-        """So much time has gone by since the last call."""
-        # Longer than we meant to sleep: then we were stopped ourselves, and the engine perhaps with us.
+        """Returns whether the engine hangs; `elapsed_s` is the time since the last call."""
+        # After a much longer sleep than intended, this process was suspended, and the engine perhaps with it.
         self._silent_s += min(elapsed_s, 2 * self._interval_s)
         return self._silent_s > self.allowed_s
 

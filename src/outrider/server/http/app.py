@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, and what lies in front of them."""
+"""The HTTP application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.server.http import errors
 from outrider.server.http.bodies import BodyLimits
 from outrider.server.http.counting import Counting
 from outrider.server.http.keys import Keys
-from outrider.server.routes import admin, chat, completions, metrics, page, pages, responses, state, tokenize
+from outrider.server.routes import chat, completions, page, pages, responses, state, tokenize
 
 
 def make_app(service: Service) -> FastAPI:
@@ -23,9 +23,9 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for module in (state, completions, chat, responses, tokenize, metrics, pages, page, admin):
+    for module in (state, completions, chat, responses, tokenize, pages, page):
         app.include_router(module.router)
-    # The last one added comes first.
+    # The middleware that is added last runs first.
     app.add_middleware(BodyLimits, config=service.config)
     app.add_middleware(Keys, config=service.config)
     app.add_middleware(Counting, metrics=service.metrics)

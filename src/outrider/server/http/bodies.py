@@ -1,4 +1,4 @@
-"""Bodies of requests: not too large, not too slow, not too deep, and JSON."""
+"""Limits on the bodies of requests: size, time, nesting, and strict JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from starlette.responses import Response
 
 from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
-from outrider.server.http.answers import send_problem
+from outrider.server.http.answers import problem_answer
 
+CLOSE = {"Connection": "close"}
+"""Header of an answer to a request whose body is not read to its end."""
 DEPTH_MAX = 64
-"""Lists and objects inside each other: nobody means more, and deep ones break whoever walks through them."""
+"""Deepest nesting of lists and objects; code that walks through deeper ones would run out of stack."""
 
 
 class BodyLimits:
-    """ASGI middleware: reads the whole body before anybody else sees the request."""
+    """ASGI middleware that reads the whole body before the request is handled."""
 
     def __init__(self, app: Any, config: ServerConfig) -> None:
         self._app = app
@@ -38,11 +40,11 @@ class BodyLimits:
             async with asyncio.timeout(self._limit_s):
                 body = await self._read(receive)
         except TimeoutError:
-            problem = Problem(f"the body did not arrive within {self._limit_s:g} s", status=408, code="body_timeout")
-            await send_problem(problem, send, close=True)
+            message = f"the body did not arrive within {self._limit_s:g} s"
+            await problem_answer(Problem(message, status=408, code="body_timeout", headers=CLOSE))(scope, receive, send)
             return
         except Problem as problem:
-            await send_problem(problem, send, close=True)
+            await problem_answer(problem)(scope, receive, send)
             return
         if body is None:
             return
@@ -58,7 +60,7 @@ class BodyLimits:
         await self._app(scope, receive_again, send)
 
     async def _read(self, receive: Any) -> bytes | None:
-        """None if the client has left."""
+        """Returns the body; None if the client has disconnected."""
         parts, size = [], 0
         while True:
             message = await receive()
@@ -77,18 +79,19 @@ class BodyLimits:
             f"the body is larger than {self._bytes_max:,} bytes; send less, or raise --max-body-bytes",
             status=413,
             code="body_too_large",
+            headers=CLOSE,
         )
 
 
 class JsonRequest(Request):
-    """Strict JSON: no NaN, no half characters, no bottomless nesting."""
+    """A request whose body is strict JSON: no NaN, no invalid UTF-8, no deep nesting."""
 
     async def json(self) -> Any:
         body = await self.body()
         try:
             value = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Problem(f"the body is no valid JSON: {error}", code="invalid_json") from None
+            raise Problem(f"the body is not valid JSON: {error}", code="invalid_json") from None
         except RecursionError:
             raise _too_deep() from None
         if body.count(b"[") + body.count(b"{") > DEPTH_MAX:
@@ -111,7 +114,7 @@ def _too_deep() -> Problem:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by `JsonRequest`."""
+    """A route that reads its body as a `JsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         original = super().get_route_handler()

@@ -1,7 +1,4 @@
-"""Connections that say nothing, or say it too slowly.
-
-Bodies have a limit of their own (bodies.py); until a request's headers are complete nobody else looks at the clock.
-"""
+"""The time limit on the headers of a request; bodies have a limit of their own (bodies.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def protocol_with(header_limit_s: float) -> type[asyncio.Protocol]:
-    """A connection that is closed unless the headers of a request are complete within the limit."""
+    """Returns a protocol that closes a connection unless a request's headers are complete within the limit."""
 
     class TimedProtocol(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None

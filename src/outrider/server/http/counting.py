@@ -1,4 +1,4 @@
-"""Counts requests by route and status, and notes when each arrived. The outermost layer."""
+"""The outermost middleware: counts requests by route and status, and records when each arrived."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from outrider.server.observe.metrics import Metrics
 
 ARRIVAL = "outrider.arrival_s"
-"""Where routes find in the ASGI scope when their request arrived, by the monotonic clock."""
+"""Key in the ASGI scope under which routes find when their request arrived, by the monotonic clock."""
 NO_ROUTE = "none"
 
 
 class Counting:
-    """ASGI middleware."""
+    """ASGI middleware that counts requests and records their arrival."""
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app = app
@@ -27,7 +27,7 @@ class Counting:
 
         async def counted_send(message: Any) -> None:
             if message["type"] == "http.response.start":
-                # Not the path: anybody could make up as many of those as they like.
+                # Not the path, of which clients could invent any number.
                 route = getattr(scope.get("route"), "path", NO_ROUTE)
                 self._metrics.count_http(route, message["status"])
             await send(message)

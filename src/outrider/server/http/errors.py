@@ -1,4 +1,4 @@
-"""Whatever goes wrong inside a route, as OpenAI's error object."""
+"""Exception handlers that answer with OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.server.front.problems import Problem
 from outrider.server.http.answers import problem_answer
 
 logger = logging.getLogger("outrider.server")
-NO_ROUTE = "there is no such route here; /openapi.json lists those there are"
+NO_ROUTE = "there is no such route; /openapi.json lists all routes"
 
 
 def install(app: FastAPI) -> None:
@@ -44,8 +44,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(_request: Request, _error: Exception) -> Response:
-        # The traceback is in the log; a client learns nothing about our insides. The exception goes on to the HTTP
-        # server, which closes the connection; a client that was not told so would send its next request there.
+        # The traceback goes to the log, not to the client. The exception reaches the HTTP server, which then closes
+        # the connection; the header keeps the client from sending its next request on it.
         return problem_answer(
             Problem(
                 "the server failed on this request",
@@ -58,17 +58,17 @@ def install(app: FastAPI) -> None:
 
 
 def _fields_of(request: Request) -> Sequence[str]:
-    """Of the body of this route."""
+    """Returns the names of the fields in the body of the request's route."""
     field = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(field, "field_info", None), "annotation", None)
     return list(getattr(model, "model_fields", {}))
 
 
 def validation_problem(errors: Sequence[Any], fields: Sequence[str]) -> Problem:
-    """One sentence about the first thing that is wrong, and where it is."""
+    """Returns one sentence about one validation error, with the path of the field."""
     error = _most_telling(errors)
     place = [str(part) for part in error["loc"] if part != "body"]
-    # Alternatives of a union are named by their types; the client knows only fields.
+    # Pydantic puts the types of union members into the path; clients know only fields.
     where = ".".join(
         part for part in place if part != "str" and "[" not in part and "-" not in part and not part[:1].isupper()
     )
@@ -88,5 +88,5 @@ def validation_problem(errors: Sequence[Any], fields: Sequence[str]) -> Problem:
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
-    """Of the alternatives of a union, the one that got furthest."""
+    """Returns the error of the union member that matched furthest."""
     return max(errors, key=lambda error: (error["type"] == "extra_forbidden", len(error["loc"])))

@@ -1,7 +1,7 @@
-"""Server-sent events, and what happens when the client leaves.
+"""Server-sent events, and what happens when the client disconnects.
 
-A client that disconnects, or takes nothing for too long, cancels whoever makes the events; what they wait for in
-the engine ends with them.
+A client that disconnects, or receives nothing for too long, cancels the task that produces the events, and with it
+the request in the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies that collect before they pass on would make a stream pointless.
+    # A proxy that buffers the response would hold the events back.
     (b"x-accel-buffering", b"no"),
 ]
 
@@ -36,7 +36,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], held: AsyncExitStack, *, idle_limit_s: float) -> None:
-        """`held` is what the events come from; it is let go of when the stream ends, however it ends."""
+        """`held` owns what the events come from, and is closed when the stream ends, however it ends."""
         super().__init__()
         self._events = events
         self._held = held
@@ -64,8 +64,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Do the work; stop if nobody waits for it any more, which gives None."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Returns the result of the work; None if the client disconnects first, which cancels the work."""
     worker = asyncio.create_task(work)
     listener = asyncio.create_task(_disconnected(request.receive))
     try:

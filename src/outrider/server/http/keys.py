@@ -1,7 +1,7 @@
-"""Who may ask what: API keys on every route but /health and the page's files, admin keys on admin routes.
+"""Authentication: API keys on every route but /health and the playground's files, admin keys on admin routes.
 
-A key comes as `Authorization: Bearer KEY`; browsers may send it as the password of basic authentication. All keys
-are compared, each in constant time, so that how long it takes says nothing.
+A key comes as `Authorization: Bearer KEY`; browsers may send it as the password of basic authentication. A key is
+compared with all keys, each in constant time, so that timing reveals nothing.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 from outrider.server import page
 from outrider.server.config import LOOPBACK, ServerConfig
 from outrider.server.front.problems import Problem
-from outrider.server.http.answers import send_problem
+from outrider.server.http.answers import problem_answer
 
 OPEN_PATHS = frozenset({"/health", *page.FILES})
-"""The page is open, being where a person types the key; it is the same everywhere and shows nothing by itself."""
+"""Paths that need no key. The playground is where users type their key, and holds no data by itself."""
 ADMIN_PREFIX = "/admin/"
 TENANT = "outrider.tenant"
-"""Where routes find in the ASGI scope whose request it is."""
+"""Key in the ASGI scope under which routes find the tenant of their request."""
 
 
 class Keys:
-    """ASGI middleware."""
+    """ASGI middleware that refuses requests without a valid key."""
 
     def __init__(self, app: Any, config: ServerConfig) -> None:
         self._app = app
         self._api = [_digest(key) for key in config.api_keys]
         self._admin = [_digest(key) for key in config.admin_keys]
         self._tenants = {_digest(key): tenant_of(key) for key in config.api_keys}
-        # Without a key anything that a web page can make a browser send would be served, were it not for its Host.
+        # Without keys, a web page could make its visitor's browser send requests here; their Host header gives it away.
         self._hosts = None
         if not config.api_keys and config.is_loopback:
             self._hosts = frozenset(name.lower() for name in (*LOOPBACK, *config.allowed_hosts))
@@ -41,7 +41,7 @@ class Keys:
         if scope["type"] == "http":
             problem = self._problem(scope)
             if problem is not None:
-                await send_problem(problem, send)
+                await problem_answer(problem)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -85,7 +85,7 @@ class Keys:
 
 
 def tenant_of(key: str) -> str:
-    """Salts the tenant's part of the prefix cache. It says nothing about the key."""
+    """Returns the name of the key's tenant, which salts its prefix cache and reveals nothing about the key."""
     return blake2b(key.encode(), digest_size=16, person=b"outrider tenant").hexdigest()
 
 
@@ -94,7 +94,7 @@ def _digest(key: str) -> bytes:
 
 
 def _find(digest: bytes, known: list[bytes]) -> bool:
-    # Each is compared, whichever fits.
+    # All are compared, even after a match.
     return sum([hmac.compare_digest(digest, one) for one in known]) > 0
 
 
@@ -112,12 +112,12 @@ def _given_key(headers: dict[bytes, bytes]) -> str:
 
 
 def _is_script(headers: dict[bytes, bytes]) -> bool:
-    """A script in a browser asks its user for a key itself; offered Basic, the browser would ask before it."""
+    """Whether a script in a browser sent the request; offered Basic, the browser would ask for the key before it."""
     return headers.get(b"sec-fetch-mode", b"navigate") != b"navigate"
 
 
 def _host(header: bytes) -> str:
-    """Without its port."""
+    """Returns the host name without its port."""
     host = header.decode("latin-1").strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

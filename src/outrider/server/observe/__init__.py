@@ -1,1 +1,1 @@
-"""What operators see: metrics, the line in the log, traces."""
+"""Observability: metrics, the statistics in the log, traces."""

@@ -1,4 +1,4 @@
-"""Totals over all engine processes that this server has had: one that dies takes its counts with it, these stay."""
+"""Totals over all engine processes of this server, which survive the restart of a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from outrider.server.messages import Counters, Delta, Ending, StepReport
 
 STATES = frozenset({"running", "waiting", "kv_usage"})
-"""They say how things stand, and are not added up."""
+"""Counters that describe the present state, and are not added up."""
 
 
 class Figures:
@@ -20,10 +20,10 @@ class Figures:
         self.on_ending: Callable[[Delta, Ending], None] = lambda delta, ending: None
 
     def take(self, report: StepReport) -> None:
-        left = report.counters.aborted - self._now.aborted
+        aborted = report.counters.aborted - self._now.aborted
         self._now = report.counters
-        if left:
-            self.on_abort(left)
+        if aborted:
+            self.on_abort(aborted)
         for gap_s in report.gaps_s:
             self.on_gap(gap_s)
         for delta in report.deltas:

@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that vLLM's dashboards and tools look for, behind a prefix."""
+"""Prometheus metrics, with vLLM's names after a prefix, so that dashboards for vLLM work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.server.messages import Counters, Delta, Ending
+from outrider.server.messages import Delta, Ending
 from outrider.server.observe.figures import Figures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,47 +32,50 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Draft tokens that were accepted."),
     "prefix_cache_queries": ("queried_tokens", "Prompt tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("hit_tokens", "Prompt tokens that the prefix cache had."),
-    "external_prefix_cache_queries": ("external_queried_tokens", "The same, of tiers outside the device."),
-    "external_prefix_cache_hits": ("external_hit_tokens", "The same, of tiers outside the device."),
-    "num_preemptions": ("preemptions", "Requests that gave up their KV to others and were computed again."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were taken."),
-    "generation_tokens": ("generated_tokens", "Tokens generated."),
-    "spec_decode_num_dropped": ("dropped_drafts", "Times that a request gave up drafting for lack of pages."),
+    "external_prefix_cache_queries": (
+        "external_queried_tokens",
+        "Prompt tokens that were looked up in tiers outside the device.",
+    ),
+    "external_prefix_cache_hits": ("external_hit_tokens", "Prompt tokens that tiers outside the device had."),
+    "num_preemptions": ("preemptions", "Requests that lost their KV to other requests and were computed again."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests."),
+    "generation_tokens": ("generated_tokens", "Generated tokens."),
+    "spec_decode_num_dropped": ("dropped_drafts", "Times that a request stopped drafting for lack of pages."),
     "sanitizer_violations": ("violations", "Broken invariants that the sanitizer has seen."),
 }
 GAUGES = {
-    "num_requests_running": ("running", "Continuations that run."),
-    "num_requests_waiting": ("waiting", "Continuations that wait."),
-    "kv_cache_usage_perc": ("kv_usage", "Share of KV pages that somebody holds; 1 is all."),
+    "num_requests_running": ("running", "Continuations in the batch."),
+    "num_requests_waiting": ("waiting", "Continuations that wait for a place in the batch."),
+    "kv_cache_usage_perc": ("kv_usage", "Fraction of KV pages that requests hold, from 0 to 1."),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time from arrival to the first token.", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Time between two steps that yielded tokens.", GAPS_S),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token.", REQUESTS_S),
+    "request_queue_time_seconds": ("Time from arrival to the first step.", REQUESTS_S),
+    "request_prefill_time_seconds": ("Time from the first step to the first token.", REQUESTS_S),
+    "request_decode_time_seconds": ("Time from the first to the last token.", REQUESTS_S),
+    "request_prompt_tokens": ("Tokens in the prompt of a request.", TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request.", TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of the longest continuation.", TOKENS),
+    "request_time_per_output_token_seconds": ("Mean time for each token after the first.", GAPS_S),
 }
 
 
 class Metrics:
     def __init__(self, prefix: str, figures: Figures, model_name: str) -> None:
-        # When a series began helps nobody here, and doubles the number of lines.
+        # The creation time of each series is of no use here, and doubles the number of lines.
         disable_created_metrics()
         self._registry = CollectorRegistry()
         self._model_name = model_name
         labels = ("model_name", "engine")
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"{prefix}{name}", text, labels, buckets=buckets, registry=self._registry)
-
-        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S)
-        self._gap = histogram("inter_token_latency_seconds", "Between two steps that yielded tokens.", GAPS_S)
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUESTS_S)
-        self._queued = histogram("request_queue_time_seconds", "From arrival to the first step.", REQUESTS_S)
-        self._prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", REQUESTS_S)
-        self._decode = histogram("request_decode_time_seconds", "From the first to the last token.", REQUESTS_S)
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._generated = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
-        self._longest = histogram("request_max_num_generation_tokens", "Tokens of the longest continuation.", TOKENS)
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time for each token after the first.", GAPS_S
-        )
+        self._histograms = {
+            name: Histogram(f"{prefix}{name}", text, labels, buckets=buckets, registry=self._registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         self._ended = Counter(
             f"{prefix}request_success",
-            "Requests that ended, by why.",
+            "Requests that ended, by reason.",
             (*labels, "finished_reason"),
             registry=self._registry,
         )
@@ -94,33 +97,35 @@ class Metrics:
     def count_http(self, handler: str, status: int) -> None:
         self._http.labels(handler, str(status)).inc()
 
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(self._model_name, ENGINE).observe(value)
+
     def _note_gap(self, gap_s: float) -> None:
-        self._gap.labels(self._model_name, ENGINE).observe(gap_s)
+        self._observe("inter_token_latency_seconds", gap_s)
 
     def _note_aborts(self, count: int) -> None:
         self._ended.labels(self._model_name, ENGINE, "abort").inc(count)
 
     def _note_ending(self, delta: Delta, ending: Ending) -> None:
-        labels = (self._model_name, ENGINE)
-        self._ended.labels(*labels, delta.finish_reason or "error").inc()
-        self._whole.labels(*labels).observe(ending.finished_s - ending.arrival_s)
-        self._prompt.labels(*labels).observe(ending.prompt_tokens)
-        self._generated.labels(*labels).observe(ending.generated_tokens)
-        self._longest.labels(*labels).observe(ending.longest_tokens)
+        self._ended.labels(self._model_name, ENGINE, delta.finish_reason or "error").inc()
+        self._observe("e2e_request_latency_seconds", ending.finished_s - ending.arrival_s)
+        self._observe("request_prompt_tokens", ending.prompt_tokens)
+        self._observe("request_generation_tokens", ending.generated_tokens)
+        self._observe("request_max_num_generation_tokens", ending.longest_tokens)
         if ending.scheduled_s is not None:
-            self._queued.labels(*labels).observe(max(0.0, ending.scheduled_s - ending.arrival_s))
+            self._observe("request_queue_time_seconds", max(0.0, ending.scheduled_s - ending.arrival_s))
         if ending.first_token_s is not None:
-            self._first_token.labels(*labels).observe(ending.first_token_s - ending.arrival_s)
+            self._observe("time_to_first_token_seconds", ending.first_token_s - ending.arrival_s)
             decode_s = ending.finished_s - ending.first_token_s
-            self._decode.labels(*labels).observe(decode_s)
+            self._observe("request_decode_time_seconds", decode_s)
             if ending.longest_tokens > 1:
-                self._per_token.labels(*labels).observe(decode_s / (ending.longest_tokens - 1))
+                self._observe("request_time_per_output_token_seconds", decode_s / (ending.longest_tokens - 1))
             if ending.scheduled_s is not None:
-                self._prefill.labels(*labels).observe(max(0.0, ending.first_token_s - ending.scheduled_s))
+                self._observe("request_prefill_time_seconds", max(0.0, ending.first_token_s - ending.scheduled_s))
 
 
 class _FiguresCollector(Collector):
-    """What the engine counts, read when somebody asks."""
+    """The engine's counters, read at each scrape."""
 
     def __init__(self, prefix: str, figures: Figures, model_name: str) -> None:
         self._prefix = prefix
@@ -132,27 +137,26 @@ class _FiguresCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        counters, labels = self._figures.totals, ["model_name", "engine"]
-        values = [self._model_name, ENGINE]
+        counters = self._figures.totals
         for name, (field, text) in COUNTERS.items():
-            family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=labels)
-            family.add_metric(values, getattr(counters, field))
-            yield family
-        yield self._accepted_per_position(counters, labels, values)
+            yield self._family(CounterMetricFamily, name, text, getattr(counters, field))
         for name, (field, text) in GAUGES.items():
-            gauge = GaugeMetricFamily(f"{self._prefix}{name}", text, labels=labels)
-            gauge.add_metric(values, getattr(counters, field))
-            yield gauge
-        restarts = CounterMetricFamily(f"{self._prefix}engine_restarts", "Engine processes that ended.", labels=labels)
-        restarts.add_metric(values, self._figures.restarts)
-        yield restarts
-
-    def _accepted_per_position(self, counters: Counters, labels: list[str], values: list[str]) -> Metric:
+            yield self._family(GaugeMetricFamily, name, text, getattr(counters, field))
+        yield self._family(
+            CounterMetricFamily, "engine_restarts", "Engine processes that ended.", self._figures.restarts
+        )
         family = CounterMetricFamily(
             f"{self._prefix}spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafts by their place in the draft.",
-            labels=[*labels, "position"],
+            labels=["model_name", "engine", "position"],
         )
         for position, count in enumerate(counters.accepted_at):
-            family.add_metric([*values, str(position)], count)
+            family.add_metric([self._model_name, ENGINE, str(position)], count)
+        yield family
+
+    def _family(
+        self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float
+    ) -> Metric:
+        family = kind(f"{self._prefix}{name}", text, labels=["model_name", "engine"])
+        family.add_metric([self._model_name, ENGINE], value)
         return family

@@ -1,4 +1,4 @@
-"""One line with figures every few seconds, as users of vLLM know it."""
+"""A log line with statistics every few seconds, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ logger = logging.getLogger("outrider.server")
 
 
 async def log_figures(figures: Figures, interval_s: float) -> None:
-    """Until cancelled; silent while there is nothing to say."""
+    """Logs until it is cancelled; silent while there is no work."""
     before, at = figures.totals, time.monotonic()
     was_busy = False
     while True:
         await asyncio.sleep(interval_s)
-        now, then, at = figures.totals, at, time.monotonic()
+        now, last_at, at = figures.totals, at, time.monotonic()
         busy = now.generated_tokens > before.generated_tokens or now.running + now.waiting > 0
         if busy or was_busy:
-            logger.info("%s", line(before, now, at - then))
+            logger.info("%s", line(before, now, at - last_at))
         before, was_busy = now, busy
 
 

@@ -1,10 +1,10 @@
-"""OpenTelemetry traces, one span for each client request; only where asked for, and only then imported."""
+"""OpenTelemetry traces: one span for each client request. The library is imported only if an endpoint is set."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.errors import ConfigError
@@ -14,13 +14,9 @@ DEFAULT_PATH = "/v1/traces"
 INSTALL = "pip install 'outrider[otel]'"
 
 
-class Tracer(Protocol):
-    def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None: ...
+class Tracer:
+    """Records nothing, for servers without an endpoint for traces."""
 
-    def close(self) -> None: ...
-
-
-class NoTracer:
     def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None:
         pass
 
@@ -29,20 +25,20 @@ class NoTracer:
 
 
 def make_tracer(endpoint: str | None) -> Tracer:
-    return NoTracer() if endpoint is None else OtlpTracer(endpoint)
+    return Tracer() if endpoint is None else OtlpTracer(endpoint)
 
 
 def traces_url(endpoint: str) -> str:
-    """Collectors take traces at a path of their own; who names only the host means that one."""
+    """Returns the endpoint with the usual path of collectors, if it has none."""
     where = urlsplit(endpoint)
     if where.scheme not in ("http", "https") or not where.netloc:
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint!r} is no URL; write http://HOST:4318, the address of a collector"
+            f"--otlp-traces-endpoint {endpoint!r} is not a URL; write http://HOST:4318, the address of a collector"
         )
     return endpoint if where.path.strip("/") else where._replace(path=DEFAULT_PATH).geturl()
 
 
-class OtlpTracer:
+class OtlpTracer(Tracer):
     def __init__(self, endpoint: str) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -60,7 +56,7 @@ class OtlpTracer:
     def record(self, headers: Mapping[str, str], request_id: str, model: str, totals: Totals) -> None:
         if not totals.endings:
             return
-        # Engines count by the monotonic clock, traces by the wall's.
+        # The engine uses the monotonic clock, traces the wall clock.
         offset_s = time.time() - time.monotonic()
         begun = min(ending.arrival_s for ending in totals.endings)
         ended = max(ending.finished_s for ending in totals.endings)

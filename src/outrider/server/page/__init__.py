@@ -1,11 +1,11 @@
-"""The playground that `outrider serve` shows at /: plain files, read once. Nothing in them comes from elsewhere.
+"""The playground at / of `outrider serve`: static files, read once, that load nothing from other servers.
 
 index.html · style.css · icon.svg
-app.js       the wiring: settings, key, conversation, what is shown when
-answer.js    one answer: its tokens by origin, and its figures
-api.js       requests, event streams, and errors in words
-kv_view.js   arenas, counts and hits as they happen
-page_map.js  one arena on a canvas, however many pages it has
+app.js       settings, key, conversation, and which part is shown
+answer.js    one answer: its tokens by origin, and its statistics
+api.js       requests, event streams and error messages
+kv_view.js   arenas, page counts and cache hits, live
+page_map.js  the pages of one arena, drawn on a canvas
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ def _read(name: str) -> PageFile:
 
 
 FILES = {"/": _read("index.html"), **{f"/page/{name}": _read(name) for name in _NAMES}}
-"""By path. Only what is in this table can be asked for: no path of a client ever reaches a file system."""
+"""The files by path. Only these can be requested; a client's path never reaches the file system."""

@@ -72,11 +72,11 @@ function inWords(answer, said) {
   const again = wait > 0 ? ` Try again in ${wait === 1 ? "a second" : `${wait} seconds`}.` : "";
   switch (answer.status) {
     case 401:
-      return storedKey() ? "The API key is wrong. Correct it under Settings." : "This server wants an API key. Enter it under Settings.";
+      return storedKey() ? "The API key is wrong. Correct it under Settings." : "This server needs an API key. Enter it under Settings.";
     case 429:
-      return `The server has too much to do: ${said || "its queue is full"}.${again}`;
+      return `The server is overloaded: ${said || "its queue is full"}.${again}`;
     case 503:
-      return `The server is not ready: ${said || "it is starting or ending"}.${again}`;
+      return `The server is not ready: ${said || "it is starting or shutting down"}.${again}`;
     default:
       return `The server refused (${answer.status})${said ? `: ${said}` : ""}.`;
   }

@@ -40,9 +40,9 @@ async function watch() {
       tellServer("server ending", "bad");
     } catch (error) {
       if (signal.aborted) return;
-      const words = { 0: "server gone", 401: storedKey() ? "API key wrong" : "API key needed", 503: "server not ready" };
+      const words = { 0: "server unreachable", 401: storedKey() ? "API key wrong" : "API key needed", 503: "server not ready" };
       const status = error instanceof ServerProblem ? error.status : -1;
-      tellServer(words[status] ?? "no view of the cache", "bad");
+      tellServer(words[status] ?? "cache view unavailable", "bad");
       at("server").title = error.message;
       if (status === 401) {
         askForKey(error.message);

@@ -2,16 +2,16 @@
 
 import { PageMap, spelt } from "./page_map.js";
 
-const SHOWN = ["free", "cached", "held", "shared", "scratch", "pending", "quarantined", "sink"];
+const SHOWN = ["free", "cached", "held", "shared", "scratch", "pending", "quarantined", "null page"];
 const MEANING = {
   free: "holds nothing",
-  cached: "nobody holds it; a prompt may find it",
-  held: "belongs to a request",
-  shared: "several requests hold it",
-  scratch: "held, but nothing in it is final yet",
-  pending: "let go of, but a step in flight may touch it",
+  cached: "held by no request; a prompt may hit it",
+  held: "held by one request",
+  shared: "held by several requests",
+  scratch: "held by a request; nothing in it is final yet",
+  pending: "released, but a step in flight may touch it",
   quarantined: "set aside after a fault",
-  sink: "takes writes that nobody reads",
+  "null page": "takes writes that are never read",
 };
 
 export class KvView {
@@ -28,7 +28,7 @@ export class KvView {
       const entry = this.legend.appendChild(document.createElement("li"));
       entry.title = MEANING[name];
       const swatch = entry.appendChild(document.createElement("span"));
-      swatch.className = `swatch ${name}`;
+      swatch.className = `swatch ${name.replace(" ", "-")}`;
       entry.append(name);
       const count = entry.appendChild(document.createElement("span"));
       count.className = "count";
@@ -70,7 +70,7 @@ export class KvView {
       name.title = `${arena.pages.toLocaleString("en")} pages of ${Math.round(arena.page_bytes / 1024)} KiB; ${groups.map((group) => `${group.page_tokens} tokens of ${group.name}`).join(", ")} in each`;
       const figures = line.appendChild(document.createElement("span"));
       figures.className = "note";
-      figures.title = "held: by requests now; published: a prompt may find them";
+      figures.title = "held: by requests now; published: a prompt may hit them";
       const canvas = box.appendChild(document.createElement("canvas"));
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `Map of ${arena.pages} pages: ${name.textContent}. The counts are listed below.`);

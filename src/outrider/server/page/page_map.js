@@ -55,7 +55,7 @@ export class PageMap {
     this.context = this.canvas.getContext("2d");
     this.context.scale(scale, scale);
     const style = getComputedStyle(this.canvas);
-    this.colours = new Map(Object.entries(this.names).map(([letter, name]) => [letter, style.getPropertyValue(`--page-${name}`)]));
+    this.colours = new Map(Object.entries(this.names).map(([letter, name]) => [letter, style.getPropertyValue(`--page-${name.replace(" ", "-")}`)]));
     this.hitColour = style.getPropertyValue("--page-hit");
     this.cells = [];
     this.paint(this.pages);

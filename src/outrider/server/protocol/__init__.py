@@ -1,1 +1,1 @@
-"""What clients may send, as OpenAI's and vLLM's users know it; anything else is refused by name."""
+"""Bodies of requests, as in OpenAI's and vLLM's APIs; unknown fields are refused by name."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""The body of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from outrider.server.protocol.fields import Fields, GenerationFields, not_done
+from outrider.server.protocol.fields import Fields, GenerationFields, not_available
 
 NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 
 class ContentPart(Fields):
-    """Only text; other kinds are refused by their type."""
+    """A part of a message. Only text is read; parts of other types are refused, by name."""
 
     type: str
     text: str | None = None
@@ -40,7 +40,7 @@ class ChatMessage(Fields):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # What an answer carries and a client sends back with it.
+    # Fields of answers, which clients send back as part of the conversation.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -78,12 +78,14 @@ class ChatRequest(GenerationFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """For the model's template, which may know what to do with it."""
-    verbosity: Annotated[Any, not_done("verbosity", "say in a message how long the answer should be", "medium")] = None
-    best_of: Annotated[Any, not_done("best_of", "ask for n answers and choose", 1)] = None
+    """A variable of the model's chat template, which may ignore it."""
+    verbosity: Annotated[
+        Any, not_available("verbosity", "say in a message how long the answer should be", "medium")
+    ] = None
+    best_of: Annotated[Any, not_available("best_of", "ask for n answers and choose", 1)] = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The last message is the beginning of the answer."""
+    """Whether the last message is the beginning of the answer."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the model's template, such as enable_thinking."""
+    """Further variables of the model's chat template, such as enable_thinking."""

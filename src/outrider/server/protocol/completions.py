@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""The body of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = False
     best_of: int | None = None
-    """Accepted where it equals n: only the best of more would differ."""
+    """Refused unless it equals n: continuations are not ranked."""
     suffix: str | None = None
-    """Accepted where it is empty: no text is filled in between."""
+    """Refused unless it is empty: text is continued, not filled in."""
     add_special_tokens: bool = True

@@ -1,7 +1,7 @@
-"""Fields that requests for completions and for chats share.
+"""Fields of requests for completions and for chats.
 
-What a client sends routinely and what changes nothing here (user, metadata, store, …) is accepted and ignored.
-What would change the meaning of an answer and is not done here is refused: unknown fields are errors.
+Fields that clients send routinely and that do not affect the answer (user, metadata, store, …) are accepted and
+ignored. Fields that would change the meaning of an answer and are not implemented are refused, and so are unknown ones.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
-def not_done(name: str, what_to_do: str, *harmless: object) -> BeforeValidator:
-    """For a field whose every value but None and the harmless ones is refused, with a way out."""
+def not_available(name: str, what_to_do: str, *harmless: object) -> BeforeValidator:
+    """Returns a validator that refuses every value but None and the harmless ones, and says what to do instead."""
 
     def refuse(value: object) -> None:
         if value is not None and value not in harmless:
             raise PydanticCustomError(
-                "not_available",
-                "{name} is not available here; {what_to_do}",
-                {
-                    "name": name,
-                    "what_to_do": what_to_do,
-                },
+                "not_available", "{name} is not available here; {what_to_do}", {"name": name, "what_to_do": what_to_do}
             )
 
     return BeforeValidator(refuse)
@@ -36,9 +31,9 @@ def not_done(name: str, what_to_do: str, *harmless: object) -> BeforeValidator:
 class StreamOptions(Fields):
     include_usage: bool = False
     include_obfuscation: bool | None = None
-    """Accepted; there is none."""
+    """Accepted and ignored: events are not padded."""
     continuous_usage_stats: bool = False
-    """Every chunk says what was used so far."""
+    """Whether every chunk carries the usage so far."""
 
 
 class JsonSchemaFormat(Fields):
@@ -54,7 +49,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """vLLM's; exactly one of them."""
+    """vLLM's form of structured output; exactly one field may be set."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -64,7 +59,7 @@ class StructuredOutputs(Fields):
 
 
 class IgnoredFields(Fields):
-    """They say something about the client, its bill or a speed-up, and nothing about the answer."""
+    """Fields about the client, its bill or its cache, which do not affect the answer."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -75,26 +70,39 @@ class IgnoredFields(Fields):
     prompt_cache_retention: str | None = None
 
 
-class GenerationFields(IgnoredFields):
+class SharedFields(IgnoredFields):
+    """Fields that all routes that generate text have in common."""
+
     model: str | None = None
-    n: int | None = Field(default=1, ge=1)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    priority: int = Field(default=0, ge=0, le=1000)
+    """Lower values run first. A client can only lower its own priority: 0 is both the default and the least value."""
+    cache_salt: str | None = Field(default=None, max_length=256)
+    """Prompts with different salts share nothing in the prefix cache."""
+    speculate: bool = True
+    """False decodes without drafts. The text is the same."""
+    return_token_origins: bool = False
+    """Whether to report of each token if it is an accepted draft, a correction, a bonus token, or plain."""
+
+
+class GenerationFields(SharedFields):
+    n: int | None = Field(default=1, ge=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
 
     response_format: ResponseFormat | None = None
@@ -104,20 +112,14 @@ class GenerationFields(IgnoredFields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    # Beams are not searched. Clients of other engines send what means "none" along.
-    use_beam_search: Annotated[Any, not_done("use_beam_search", "sample n answers and choose", False)] = None
-    length_penalty: Annotated[Any, not_done("length_penalty", "it belongs to beam search; leave it out", 1)] = None
-    early_stopping: Annotated[Any, not_done("early_stopping", "it belongs to beam search; leave it out", False)] = None
+    # There is no beam search. Clients of other engines send the values that turn it off.
+    use_beam_search: Annotated[Any, not_available("use_beam_search", "sample n answers and choose", False)] = None
+    length_penalty: Annotated[Any, not_available("length_penalty", "it belongs to beam search; leave it out", 1)] = None
+    early_stopping: Annotated[
+        Any, not_available("early_stopping", "it belongs to beam search; leave it out", False)
+    ] = None
 
-    priority: int = Field(default=0, ge=0, le=1000)
-    """Lower runs first. A client may step back, but not get in front of those who say nothing."""
-    cache_salt: str | None = Field(default=None, max_length=256)
-    """Prompts with different salts share nothing in the prefix cache."""
-    speculate: bool = True
-    """False: decode plainly. The text is the same."""
     return_token_ids: bool = False
-    return_token_origins: bool = False
-    """Say of each token whether it is an accepted draft, a correction, a bonus token, or plain."""
 
     @property
     def wants_usage(self) -> bool:

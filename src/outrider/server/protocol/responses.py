@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""The body of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outrider.server.protocol.chat import NAME_PATTERN
-from outrider.server.protocol.fields import Fields, IgnoredFields, not_done
+from outrider.server.protocol.fields import Fields, SharedFields, not_available
 
 NOT_KEPT = "nothing is kept between requests, so send everything"
 
 
 class InputPart(Fields):
-    """Only text; other kinds are refused by their type."""
+    """A part of a message. Only text is read; parts of other types are refused, by name."""
 
     type: str
     text: str | None = None
@@ -27,7 +27,7 @@ class InputPart(Fields):
 
 
 class InputItem(Fields):
-    """A message, a call that the model made, or what a call gave."""
+    """A message, a function call by the model, or the output of a function call."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     id: str | None = None
@@ -64,7 +64,7 @@ class TextFormat(Fields):
 class TextOptions(Fields):
     format: TextFormat | None = None
     verbosity: Annotated[
-        Any, not_done("verbosity", "say in the instructions how long the answer should be", "medium")
+        Any, not_available("verbosity", "say in the instructions how long the answer should be", "medium")
     ] = None
 
 
@@ -72,41 +72,30 @@ class ResponsesStreamOptions(Fields):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(IgnoredFields):
-    model: str | None = None
+class ResponsesRequest(SharedFields):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_logprobs: int | None = Field(default=None, ge=0)
-    stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    truncation: Annotated[Any, not_done("truncation", "leave out of the input what is too much", "disabled")] = None
-    background: Annotated[Any, not_done("background", "wait for the answer, or stream it", False)] = None
-    previous_response_id: Annotated[Any, not_done("previous_response_id", f"{NOT_KEPT} as a list of input items")] = (
+    truncation: Annotated[Any, not_available("truncation", "leave out of the input what is too much", "disabled")] = (
         None
     )
-    conversation: Annotated[Any, not_done("conversation", f"{NOT_KEPT} as a list of input items")] = None
-    reasoning: Annotated[Any, not_done("reasoning", "this API has no reasoning items; leave it out")] = None
-    prompt: Annotated[Any, not_done("prompt", f"{NOT_KEPT} as instructions and input")] = None
-    max_tool_calls: Annotated[
-        Any, not_done("max_tool_calls", "no tools are run here, they are only asked for; leave it out")
+    background: Annotated[Any, not_available("background", "wait for the answer, or stream it", False)] = None
+    previous_response_id: Annotated[
+        Any, not_available("previous_response_id", f"{NOT_KEPT} as a list of input items")
     ] = None
-
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    seed: int | None = None
-    ignore_eos: bool = False
-    priority: int = Field(default=0, ge=0, le=1000)
-    cache_salt: str | None = Field(default=None, max_length=256)
-    speculate: bool = True
-    return_token_origins: bool = False
+    conversation: Annotated[Any, not_available("conversation", f"{NOT_KEPT} as a list of input items")] = None
+    reasoning: Annotated[Any, not_available("reasoning", "this API has no reasoning items; leave it out")] = None
+    prompt: Annotated[Any, not_available("prompt", f"{NOT_KEPT} as instructions and input")] = None
+    max_tool_calls: Annotated[
+        Any, not_available("max_tool_calls", "no tools are run here, they are only asked for; leave it out")
+    ] = None
 
     @property
     def wants_logprobs(self) -> bool:

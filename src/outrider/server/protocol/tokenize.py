@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""The bodies of POST /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.server.protocol.fields import Fields
 
 
 class TokenizeRequest(Fields):
-    """A text, or a conversation."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None

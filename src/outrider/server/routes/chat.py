@@ -19,14 +19,12 @@ from outrider.server.front.service import Service
 from outrider.server.front.tool_calls import CallPiece, Found, ParsedCall, forced_grammar, parser_for, with_piece
 from outrider.server.front.totals import Totals
 from outrider.server.http.bodies import JsonRoute
-from outrider.server.http.counting import ARRIVAL
-from outrider.server.http.event_stream import DONE, event
 from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.chat import ChatRequest
+from outrider.server.routes.chunks import Chunks, extras
 from outrider.server.routes.documented import GENERATES
-from outrider.server.routes.extras import extras
 from outrider.server.routes.logprobs import chat_logprobs
-from outrider.server.routes.respond import error_event, respond, service_of, tenant_name, tenant_salt
+from outrider.server.routes.respond import order_for, respond, service_of
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -43,7 +41,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submit:
-    """What the engine is asked for a conversation."""
+    """Returns the order to the engine for a conversation."""
     service = service_of(request)
     config = service.config
     check_tool_choice(body, service.facts)
@@ -54,10 +52,13 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
     grammar, forced = grammar_of(body, config), forced_grammar(body)
     if forced is not None:
         if grammar is not None:
-            raise Problem("tool_choice forces a call, so that no other form can be asked for", param="tool_choice")
+            raise Problem(
+                "tool_choice forces a call, so no other structured output is possible; leave one of them out",
+                param="tool_choice",
+            )
         check_size(forced, config, param="tools")
         grammar = forced
-    # One without a limit may write as long as the context goes on.
+    # Without max_tokens an answer may fill the context.
     params = sampling_params(
         body,
         config,
@@ -68,30 +69,16 @@ async def chat_order(body: ChatRequest, request: Request, *, name: str) -> Submi
     )
     ids = await service.render(
         render_order(
-            body,
-            config,
-            service.facts,
-            with_tools=body.tool_choice != "none",
-            tokens_max=service.prompt_tokens_max,
+            body, config, service.facts, with_tools=body.tool_choice != "none", tokens_max=service.prompt_tokens_max
         )
     )
-    service.check_token_ids(ids, "messages")
+    service.check_not_empty(ids, "messages")
     service.check_length(ids, params, param="messages")
-    return Submit(
-        request_id=name,
-        prompt_token_ids=ids,
-        params=params,
-        arrival_s=request.scope[ARRIVAL],
-        tenant=tenant_name(request),
-        salt=tenant_salt(request, body.cache_salt),
-        priority=body.priority,
-        speculate=body.speculate,
-        stream=bool(body.stream),
-    )
+    return order_for(request, body, name, ids, params)
 
 
 class ChatChoice:
-    """One answer: its text, and the calls in it."""
+    """One answer: its text, and the tool calls in it."""
 
     def __init__(self, body: ChatRequest) -> None:
         self._parser = parser_for(body.tools, body.tool_choice)
@@ -110,7 +97,7 @@ class ChatChoice:
         for piece in found.calls:
             number = len(self.calls) + (piece.name is not None)
             if self._one_call and (number > 1 or self._closed):
-                # What belongs to a second call is left out, to its last piece.
+                # Every piece of a second call is left out.
                 self._closed = True
                 continue
             self.calls = with_piece(self.calls, piece)
@@ -132,14 +119,15 @@ class ChatWriter:
         self._order = order
         self._choices = [ChatChoice(body) for _ in range(body.n or 1)]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._shared = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._common = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._chunks = Chunks(body, self._common)
 
     # ---- as a stream -------------------------------------------------------------------------------
 
     def first(self) -> Iterable[bytes]:
         for index in range(len(self._choices)):
             delta = {"role": "assistant", "content": ""}
-            yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            yield self._chunks.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def delta(self, place: int, delta: Delta, totals: Totals) -> Iterable[bytes]:
         choice = self._choices[delta.index]
@@ -150,9 +138,6 @@ class ChatWriter:
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
             content["tool_calls"] = [*_call_deltas(found.calls, before)]
-        more: dict[str, Any] = {"usage": totals.usage()} if self._body.wants_usage_always else {}
-        if totals.complete and not self._body.wants_usage:
-            more["metrics"] = totals.metrics()
         entry = {
             "index": delta.index,
             "delta": content,
@@ -161,20 +146,13 @@ class ChatWriter:
             "stop_reason": delta.stop_reason,
             **extras(self._body, [delta]),
         }
-        yield self._chunk([entry], **more)
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        usage = {"usage": None} if self._body.wants_usage else {}
-        return event({**self._shared, "choices": choices, **(usage | more)})
+        yield self._chunks.delta(entry, totals, totals.usage())
 
     def last(self, totals: Totals) -> Iterable[bytes]:
-        if self._body.wants_usage:
-            yield self._chunk([], usage=totals.usage(), metrics=totals.metrics())
-        yield DONE
+        return self._chunks.last(totals, totals.usage())
 
     def failed(self, problem: Problem) -> Iterable[bytes]:
-        yield error_event(problem)
-        yield DONE
+        return self._chunks.failed(problem)
 
     # ---- whole -------------------------------------------------------------------------------------
 
@@ -197,7 +175,7 @@ class ChatWriter:
                 }
             )
         more = {"prompt_token_ids": self._order.prompt_token_ids} if self._body.return_token_ids else {}
-        return {**self._shared, "choices": choices, "usage": totals.usage(), "metrics": totals.metrics(), **more}
+        return {**self._common, "choices": choices, "usage": totals.usage(), "metrics": totals.metrics(), **more}
 
     def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -207,8 +185,8 @@ class ChatWriter:
 
 
 def _call_deltas(pieces: Sequence[CallPiece], number: int) -> Iterator[dict[str, Any]]:
-    """`number`: calls before these pieces. One entry for each call: clients put entries of different chunks together,
-    but not those of one."""
+    """Yields one entry for each call, since clients merge the entries of different chunks but not those of one.
+    `number` is the number of calls before these pieces."""
     entry: dict[str, Any] | None = None
     for piece in pieces:
         if piece.name is not None or entry is None:

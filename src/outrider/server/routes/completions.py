@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,14 +18,12 @@ from outrider.server.front.sampling import sampling_params
 from outrider.server.front.service import Service
 from outrider.server.front.totals import Totals
 from outrider.server.http.bodies import JsonRoute
-from outrider.server.http.counting import ARRIVAL
-from outrider.server.http.event_stream import DONE, event
 from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.completions import CompletionRequest
+from outrider.server.routes.chunks import Chunks, extras
 from outrider.server.routes.documented import GENERATES
-from outrider.server.routes.extras import extras
 from outrider.server.routes.logprobs import CompletionLogprobs, merged
-from outrider.server.routes.respond import error_event, respond, service_of, tenant_name, tenant_salt
+from outrider.server.routes.respond import order_for, respond, service_of
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -40,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         body,
         service.config,
         service.facts,
-        # With echo, no token at all may be asked for: one is generated and left out.
+        # With echo, max_tokens may be 0; the engine then generates one token, which is left out.
         max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -50,36 +49,27 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     orders = []
     for place, (_text, ids) in enumerate(prompts):
         service.check_length(ids, params, param="prompt")
-        orders.append(
-            Submit(
-                request_id=f"{name}-{place}",
-                prompt_token_ids=ids,
-                params=params,
-                arrival_s=request.scope[ARRIVAL],
-                tenant=tenant_name(request),
-                salt=tenant_salt(request, body.cache_salt),
-                priority=body.priority,
-                speculate=body.speculate,
-                stream=bool(body.stream),
-            )
-        )
+        orders.append(order_for(request, body, f"{name}-{place}", ids, params))
     writer = CompletionWriter(service, body, orders, [text for text, _ids in prompts], name=name, model=model)
     return await respond(request, orders, writer, name=name, model=model, stream=bool(body.stream))
 
 
 def _check(body: CompletionRequest) -> None:
     if body.best_of not in (None, body.n or 1):
-        raise Problem("best_of must equal n: answers are not ranked here", param="best_of")
+        raise Problem("best_of must equal n: answers are not ranked here; leave it out", param="best_of")
     if body.suffix:
-        raise Problem("suffix is not supported: text is only continued, not filled in", param="suffix")
+        raise Problem("suffix is not supported: text is only continued, not filled in; leave it out", param="suffix")
     if body.max_tokens == 0 and not body.echo:
-        raise Problem("max_tokens is 0, so there would be no answer; only with echo it may be", param="max_tokens")
+        raise Problem("max_tokens is 0, so there would be no answer; give at least 1, or echo", param="max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
-        raise Problem("echo with logprobs cannot be streamed: the prompt's are known at the end", param="stream")
+        raise Problem(
+            "echo with logprobs cannot be streamed, since those of the prompt come last; leave stream out",
+            param="stream",
+        )
 
 
 async def _prompts(body: CompletionRequest, service: Service) -> list[tuple[str, list[int]]]:
-    """Text and token ids of each."""
+    """Returns the text and the token ids of each prompt."""
     given = body.prompt
     if isinstance(given, str):
         items: list[Any] = [given]
@@ -99,8 +89,8 @@ async def _prompts(body: CompletionRequest, service: Service) -> list[tuple[str,
         else:
             ids = item
             service.check_token_ids(ids, "prompt")
-            text = service.tokenizer.decode(ids) if body.echo else ""
-        service.check_token_ids(ids, "prompt")
+            text = service.token_texts.tokenizer.decode(ids) if body.echo else ""
+        service.check_not_empty(ids, "prompt")
         prompts.append((text, ids))
     return prompts
 
@@ -123,7 +113,8 @@ class CompletionWriter:
         self._n = body.n or 1
         self._deltas: list[list[Delta]] = [[] for _ in range(len(orders) * self._n)]
         self._logprobs = [CompletionLogprobs(service.token_texts) for _ in self._deltas]
-        self._shared = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._common = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._chunks = Chunks(body, self._common)
 
     # ---- as a stream -------------------------------------------------------------------------------
 
@@ -132,7 +123,7 @@ class CompletionWriter:
             return
         for choice in range(len(self._deltas)):
             text = self._prompts[choice // self._n]
-            yield self._chunk([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
+            yield self._chunks.chunk([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
 
     def delta(self, place: int, delta: Delta, totals: Totals) -> Iterable[bytes]:
         choice = place * self._n + delta.index
@@ -144,24 +135,14 @@ class CompletionWriter:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = self._logprobs[choice].part(delta.logprobs, delta.token_ids, delta.pieces)
-        # A chunk without choices comes only to those who asked for one: others trip over it.
-        more: dict[str, Any] = {"usage": self._usage(totals)} if self._body.wants_usage_always else {}
-        if totals.complete and not self._body.wants_usage:
-            more["metrics"] = totals.metrics()
-        yield self._chunk([self._choice(choice, delta.text, logprobs, [delta])], **more)
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        usage = {"usage": None} if self._body.wants_usage else {}
-        return event({**self._shared, "choices": choices, **(usage | more)})
+        entry = self._choice(choice, delta.text, logprobs, [delta])
+        yield self._chunks.delta(entry, totals, self._usage(totals))
 
     def last(self, totals: Totals) -> Iterable[bytes]:
-        if self._body.wants_usage:
-            yield self._chunk([], usage=self._usage(totals), metrics=totals.metrics())
-        yield DONE
+        return self._chunks.last(totals, self._usage(totals))
 
     def failed(self, problem: Problem) -> Iterable[bytes]:
-        yield error_event(problem)
-        yield DONE
+        return self._chunks.failed(problem)
 
     # ---- whole -------------------------------------------------------------------------------------
 
@@ -175,7 +156,7 @@ class CompletionWriter:
             if self._body.echo:
                 text = self._prompts[prompt] + text
             choices.append(self._choice(choice, text, self._whole_logprobs(choice, deltas, totals), deltas))
-        return {**self._shared, "choices": choices, "usage": self._usage(totals), "metrics": totals.metrics()}
+        return {**self._common, "choices": choices, "usage": self._usage(totals), "metrics": totals.metrics()}
 
     def _whole_logprobs(self, choice: int, deltas: list[Delta], totals: Totals) -> dict[str, Any] | None:
         if self._body.logprobs is None:
@@ -183,7 +164,7 @@ class CompletionWriter:
         texts, parts = self._logprobs[choice], []
         if self._body.echo:
             ids = self._orders[choice // self._n].prompt_token_ids
-            # All continuations of a prompt come with one ending.
+            # The continuations of a prompt have one ending in common.
             ending = next(
                 delta.ending
                 for each in self._deltas[choice // self._n * self._n :][: self._n]
@@ -214,15 +195,10 @@ class CompletionWriter:
 
 
 def _without_output(delta: Delta) -> Delta:
-    """The one token that was generated although none was asked for."""
-    return Delta(
-        request_id=delta.request_id,
-        index=delta.index,
-        text="",
-        token_ids=[],
-        pieces=[],
-        origins="",
+    """Returns the delta without its output, for a request for no tokens."""
+    return msgspec.structs.replace(
+        delta,
+        **{"text": "", "token_ids": [], "pieces": [], "origins": "", "stop_reason": None},
         logprobs=None if delta.logprobs is None else [],
         finish_reason="length" if delta.finish_reason is not None else None,
-        ending=delta.ending,
     )

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about answers."""
+"""Descriptions of responses for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ErrorAnswer(BaseModel):
 
 
 _PROBLEMS = {
-    400: "The request is wrong, and says how",
+    400: "The request is wrong; the message says how",
     401: "No valid API key",
-    403: "Not from this host, or not with this key",
+    403: "The host or the key is not allowed",
     404: "No such model or route",
     408: "The body did not arrive in time",
     413: "The body is too large",

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI's API has: for chats, and for completions."""
+"""Log-probabilities in the two formats of OpenAI's API: for chats and for completions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from outrider.server.front.tokens import TokenTexts
 from outrider.server.messages import Scored
 
-LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+LOGPROB_MIN = -9999.0
+"""Value that stands for minus infinity, which JSON does not have."""
 
 
 def chat_logprobs(entries: Sequence[Scored], texts: TokenTexts) -> list[dict[str, Any]]:
@@ -21,25 +21,26 @@ def chat_logprobs(entries: Sequence[Scored], texts: TokenTexts) -> list[dict[str
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.text(token), "logprob": max(logprob, LEAST), "bytes": list(texts.bytes(token))}
+    return {"token": texts.text(token), "logprob": max(logprob, LOGPROB_MIN), "bytes": list(texts.bytes(token))}
 
 
 class CompletionLogprobs:
-    """Four lists that grow together; offsets count characters from the beginning of the text."""
+    """Makes the four parallel lists of one choice; offsets count characters from the beginning of its text."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._offset = 0
 
     def prompt(self, entries: Sequence[Scored | None], tokens: Sequence[int], text: str) -> dict[str, Any]:
-        """For the tokens of a prompt that the text begins with."""
+        """Returns the lists for the tokens of a prompt that the text begins with."""
         part = self.part(entries, tokens, self._texts.pieces(tokens, text))
-        # Some tokenizers change what they are given: what comes behind it has its place all the same.
+        # Some tokenizers normalise the text, so that the pieces are not exactly as long as the prompt.
         self._offset = len(text)
         return part
 
     def part(self, entries: Sequence[Scored | None], tokens: Sequence[int], pieces: Sequence[str]) -> dict[str, Any]:
-        """For further tokens. One without an entry, such as a prompt's first, has no probability."""
+        """Returns the lists for further tokens. A token without an entry, such as a prompt's first, has no
+        probability."""
         offsets = []
         for piece in pieces:
             offsets.append(self._offset)
@@ -47,7 +48,7 @@ class CompletionLogprobs:
         tops = [None if scored is None else self._top(scored) for scored in entries]
         return {
             "tokens": [self._texts.text(token) for token in tokens],
-            "token_logprobs": [None if scored is None else max(scored.logprob, LEAST) for scored in entries],
+            "token_logprobs": [None if scored is None else max(scored.logprob, LOGPROB_MIN) for scored in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
@@ -55,10 +56,10 @@ class CompletionLogprobs:
     def _top(self, scored: Scored) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, logprob in scored.top:
-            # Different tokens may look the same; the most likely comes first.
-            top.setdefault(self._texts.text(token), max(logprob, LEAST))
-        # The chosen one is always among them.
-        top.setdefault(self._texts.text(scored.token), max(scored.logprob, LEAST))
+            # Different tokens may have the same text; the most likely comes first.
+            top.setdefault(self._texts.text(token), max(logprob, LOGPROB_MIN))
+        # The sampled token is always among them.
+        top.setdefault(self._texts.text(scored.token), max(scored.logprob, LOGPROB_MIN))
         return top
 
 

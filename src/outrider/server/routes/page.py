@@ -1,4 +1,4 @@
-"""GET /: the playground, and the files it consists of."""
+"""The route GET /: the playground and its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.server.page import FILES
 router = APIRouter(include_in_schema=False)
 
 HEADERS = {
-    # Scripts and styles from here only, requests to here only, no frames, no HTML made from text.
+    # Scripts, styles and requests only from and to this server, no frames, no HTML made from text.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -21,7 +21,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Another version may answer at the same address tomorrow.
+    # A later version may serve other files at the same address.
     "Cache-Control": "no-cache",
 }
 

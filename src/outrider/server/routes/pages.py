@@ -1,12 +1,14 @@
-"""GET /kv: the state of every KV page, once or as a stream of events; for people to watch."""
+"""The routes GET /kv and /kv/stream: the state of every KV page, once or as a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +25,7 @@ router = APIRouter()
 
 INTERVAL_MS_MIN, INTERVAL_MS_MAX = 100, 60_000
 STATES = {
-    "k": "sink",
+    "k": "null page",
     "f": "free",
     "c": "cached",
     "h": "held",
@@ -34,13 +36,13 @@ STATES = {
 }
 
 
-@router.get("/kv", responses=GENERATES, summary="KV pages: what each is doing, and what the prefix cache gave")
+@router.get("/kv", responses=GENERATES, summary="State of the KV pages, and recent prefix-cache hits")
 async def kv(request: Request) -> Response:
     service = service_of(request)
-    return json_answer(_told(await service.pages(max_age_s=INTERVAL_MS_MIN / 1000), tenant_name(request)))
+    return json_answer(_as_json(await service.pages(max_age_s=INTERVAL_MS_MIN / 1000), tenant_name(request)))
 
 
-@router.get("/kv/stream", responses=GENERATES, summary="The same, again and again")
+@router.get("/kv/stream", responses=GENERATES, summary="State of the KV pages, as a stream of events")
 async def kv_stream(
     request: Request, interval_ms: Annotated[int, Query(ge=INTERVAL_MS_MIN, le=INTERVAL_MS_MAX)] = 500
 ) -> Response:
@@ -52,37 +54,28 @@ async def kv_stream(
 async def _watch(service: Service, tenant: str, interval_s: float) -> AsyncGenerator[bytes, None]:
     while not service.draining:
         try:
-            # Many who watch ask the engine no more often than one does.
-            yield event(_told(await service.pages(max_age_s=interval_s / 2), tenant))
+            # Several streams together ask the engine no more often than one does.
+            yield event(_as_json(await service.pages(max_age_s=interval_s / 2), tenant))
         except Problem as problem:
             yield event(problem.body())
         with suppress(TimeoutError):
             await asyncio.wait_for(service.drain_began.wait(), interval_s)
 
 
-def _told(pages: Pages, tenant: str) -> dict[str, Any]:
-    """Pages tell how much everybody keeps; how long prompts are and what was found for them is its tenant's alone."""
+def _as_json(pages: Pages, tenant: str) -> dict[str, Any]:
+    """Returns the state as JSON. Page counts are those of all tenants; prompts and hits only those of this tenant."""
+    now_s = time.monotonic()
     return {
         "step": pages.step,
         "states": STATES,
         "arenas": [
             {"page_bytes": arena.page_bytes, "pages": arena.pages, "runs": arena.states} for arena in pages.arenas
         ],
-        "groups": [
-            {
-                "name": group.name,
-                "arena": group.arena,
-                "kind": group.kind,
-                "page_tokens": group.page_tokens,
-                "held": group.held,
-                "published": group.published,
-            }
-            for group in pages.groups
-        ],
+        "groups": [msgspec.structs.asdict(group) for group in pages.groups],
         "recent_hits": [
             {
                 "number": hit.number,
-                "age_s": round(hit.age_s, 3),
+                "age_s": round(now_s - hit.at_s, 3),
                 "prompt_tokens": hit.prompt_tokens,
                 "cached_tokens": hit.cached_tokens,
             }

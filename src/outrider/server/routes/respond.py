@@ -1,4 +1,4 @@
-"""From orders to an HTTP answer, whole or as a stream; what differs between routes is their `Writer`."""
+"""Turns orders to the engine into an HTTP response, whole or streamed. Routes differ in their `Writer`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outrider.sampling import SamplingParams
 from outrider.server.front.problems import Problem
 from outrider.server.front.service import Answers, Service
 from outrider.server.front.totals import Totals
 from outrider.server.http.answers import json_answer
-from outrider.server.http.event_stream import EventStream, event, unless_client_leaves
+from outrider.server.http.counting import ARRIVAL
+from outrider.server.http.event_stream import EventStream, unless_disconnected
 from outrider.server.http.keys import TENANT
 from outrider.server.messages import Delta, Submit
+from outrider.server.protocol.fields import GenerationFields
 
-CLIENT_LEFT_STATUS = 499
+DISCONNECTED_STATUS = 499
 
 
 class Writer(Protocol):
-    """One answer. It is told every delta, in order, and then either `last` or `whole` is asked for."""
+    """Writes one answer. It gets every delta, in order; then `last` ends a stream, or `whole` returns the response."""
 
     def first(self) -> Iterable[bytes]:
-        """Events before anything has been generated."""
+        """Returns the events before the first token."""
 
     def delta(self, place: int, delta: Delta, totals: Totals) -> Iterable[bytes]:
-        """Events for what an order has gained; an answer that is no stream keeps it and returns none."""
+        """Returns the events for what an order has gained; an answer that is not streamed keeps it and returns none."""
 
     def last(self, totals: Totals) -> Iterable[bytes]:
-        """The end of the stream."""
+        """Returns the events at the end of the stream."""
 
     def failed(self, problem: Problem) -> Iterable[bytes]:
-        """The end of a stream that could not go on."""
+        """Returns the events at the end of a stream that failed."""
 
     def whole(self, totals: Totals) -> dict[str, Any]: ...
 
@@ -45,20 +48,31 @@ def service_of(request: Request) -> Service:
 
 
 def tenant_name(request: Request) -> str:
-    """Empty where there are no keys: then everybody is the same one."""
+    """Returns the tenant of a request; empty on a server without keys, where all clients are one tenant."""
     return str(request.scope.get(TENANT, ""))
 
 
-def tenant_salt(request: Request, cache_salt: str | None) -> str:
-    """Prompts of different tenants never meet in the prefix cache, whatever salt they choose."""
+def order_for(request: Request, body: GenerationFields, name: str, ids: list[int], params: SamplingParams) -> Submit:
+    """Returns the order to the engine for one prompt of a request."""
     tenant = tenant_name(request)
-    return f"{tenant}:{cache_salt}" if cache_salt else tenant
+    return Submit(
+        request_id=name,
+        prompt_token_ids=ids,
+        params=params,
+        arrival_s=request.scope[ARRIVAL],
+        tenant=tenant,
+        # Tenants are kept apart in the prefix cache, whatever salts they choose.
+        salt=f"{tenant}:{body.cache_salt}" if body.cache_salt else tenant,
+        priority=body.priority,
+        speculate=body.speculate,
+        stream=bool(body.stream),
+    )
 
 
 async def respond(
     request: Request, orders: Sequence[Submit], writer: Writer, *, name: str, model: str, stream: bool
 ) -> Response:
-    """`name`: what the client knows the answer by."""
+    """Runs the orders and answers the request. `name` is the answer's id for the client."""
     service, totals = service_of(request), Totals(orders)
 
     def ended() -> None:
@@ -67,17 +81,17 @@ async def respond(
     stack = AsyncExitStack()
     stack.callback(ended)
     if not stream:
-        answer = await unless_client_leaves(request, _whole(service, stack, orders, writer, totals))
-        return Response(status_code=CLIENT_LEFT_STATUS) if answer is None else answer
+        answer = await unless_disconnected(request, _whole(service, stack, orders, writer, totals))
+        return Response(status_code=DISCONNECTED_STATUS) if answer is None else answer
     try:
-        # What is refused is refused with a status of its own, before the stream begins. A grammar may take its time.
-        answers = await unless_client_leaves(request, stack.enter_async_context(service.generate(orders)))
+        # Wait until the engine accepts, so that a refusal has an HTTP status of its own.
+        answers = await unless_disconnected(request, stack.enter_async_context(service.generate(orders)))
     except BaseException:
         await stack.aclose()
         raise
     if answers is None:
         await stack.aclose()
-        return Response(status_code=CLIENT_LEFT_STATUS)
+        return Response(status_code=DISCONNECTED_STATUS)
     return EventStream(_events(answers, writer, totals), stack, idle_limit_s=service.config.idle_limit_s)
 
 
@@ -88,7 +102,7 @@ async def _whole(
         async for place, delta in answers.deltas():
             totals.take(delta)
             for _event in writer.delta(place, delta, totals):
-                raise AssertionError("an answer that is no stream has no events")
+                raise AssertionError("an answer that is not streamed has no events")
     return json_answer(writer.whole(totals))
 
 
@@ -105,7 +119,3 @@ async def _events(answers: Answers, writer: Writer, totals: Totals) -> AsyncGene
     except Problem as problem:
         for chunk in writer.failed(problem):
             yield chunk
-
-
-def error_event(problem: Problem) -> bytes:
-    return event(problem.body())

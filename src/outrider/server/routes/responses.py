@@ -1,4 +1,4 @@
-"""POST /v1/responses: items and events instead of choices and chunks, over the same conversation."""
+"""The route POST /v1/responses: a chat completion, told as items and typed events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from outrider.server.messages import Delta
 from outrider.server.protocol.chat import ChatRequest
 from outrider.server.protocol.responses import ResponsesRequest
 from outrider.server.routes.chat import ChatChoice, chat_order
+from outrider.server.routes.chunks import extras
 from outrider.server.routes.documented import GENERATES
-from outrider.server.routes.extras import extras
 from outrider.server.routes.logprobs import chat_logprobs
 from outrider.server.routes.respond import respond, service_of
 from outrider.server.routes.responses_input import as_chat
@@ -53,16 +53,16 @@ class ResponseWriter:
         self._created = int(time.time())
         self._events = 0
         self._output: list[dict[str, Any]] = []
-        """Items that are done."""
+        """Items that are complete."""
         self._message: dict[str, Any] | None = None
-        """The item that is being written, if it is one."""
+        """The message that is being written, if any."""
         self._call: dict[str, Any] | None = None
-        """The same for calls."""
+        """The function call that is being written, if any."""
         self._finish: str | None = None
-        self._untold: list[Delta] = []
-        """Those whose tokens have no text yet."""
+        self._pending: list[Delta] = []
+        """Deltas whose tokens are not part of an event yet."""
 
-    # ---- one delta after the other -----------------------------------------------------------------
+    # ---- deltas --------------------------------------------------------------------------------------
 
     def delta(self, place: int, delta: Delta, totals: Totals) -> Iterable[bytes]:
         events = list(self._take(delta))
@@ -70,21 +70,21 @@ class ResponseWriter:
 
     def _take(self, delta: Delta) -> Iterator[bytes]:
         found = self._choice.take(delta, keep=False)
-        self._untold.append(delta)
+        self._pending.append(delta)
         if found.text:
             if self._message is None:
                 yield from self._close_call()
                 yield from self._open_message()
             yield self._add_text(found.text)
         for piece in found.calls:
-            # The tokens are the call's.
-            self._untold.clear()
+            # The tokens of a call are not reported.
+            self._pending.clear()
             yield from self._add_piece(piece)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
             if not self._output and self._message is None and self._call is None:
                 yield from self._open_message()
-            if self._message is not None and self._tells_of_tokens and any(each.token_ids for each in self._untold):
+            if self._message is not None and self._reports_tokens and any(each.token_ids for each in self._pending):
                 yield self._add_text("")
             yield from self._close_message()
             yield from self._close_call()
@@ -103,13 +103,13 @@ class ResponseWriter:
         yield self._in_part("content_part.added", part=dict(part))
 
     @property
-    def _tells_of_tokens(self) -> bool:
+    def _reports_tokens(self) -> bool:
         return self._body.wants_logprobs or self._chat.return_token_origins
 
     def _add_text(self, text: str) -> bytes:
         assert self._message is not None
-        part, deltas = self._message["content"][0], self._untold
-        self._untold = []
+        part, deltas = self._message["content"][0], self._pending
+        self._pending = []
         part["text"] += text
         scored = []
         if self._body.wants_logprobs:
@@ -153,8 +153,8 @@ class ResponseWriter:
         if item is None:
             return
         item["status"] = "incomplete" if self._finish == "length" else "completed"
-        told = {"name": item["name"], "arguments": item["arguments"]}
-        yield self._event("function_call_arguments.done", item_id=item["id"], output_index=len(self._output), **told)
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("function_call_arguments.done", item_id=item["id"], output_index=len(self._output), **done)
         yield self._event("output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
 
@@ -182,8 +182,8 @@ class ResponseWriter:
         error = {"code": "server_error", "message": str(problem)}
         yield self._event("failed", response=self._response("failed") | {"error": error})
         number, self._events = self._events, self._events + 1
-        told = problem.body()["error"]
-        yield event({"type": "error", "sequence_number": number, **told, "error": told}, "error")
+        body = problem.body()["error"]
+        yield event({"type": "error", "sequence_number": number, **body, "error": body}, "error")
 
     # ---- whole -------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class ResponseWriter:
             usage = totals.usage()
             response["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
-                # Nobody is billed for what enters the cache.
+                # Writing to the cache is not billed.
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},

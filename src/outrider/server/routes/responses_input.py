@@ -1,9 +1,10 @@
-"""A request for a response as the chat request that it amounts to."""
+"""The chat request that a request for a response is equivalent to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.server.front.conversation import joined_text
 from outrider.server.front.problems import Problem
 from outrider.server.protocol.chat import (
     ChatMessage,
@@ -15,7 +16,7 @@ from outrider.server.protocol.chat import (
     Tool,
     ToolCall,
 )
-from outrider.server.protocol.fields import JsonSchemaFormat, ResponseFormat
+from outrider.server.protocol.fields import JsonSchemaFormat, ResponseFormat, SharedFields
 from outrider.server.protocol.responses import InputItem, InputPart, NamedResponsesTool, ResponsesRequest
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -26,16 +27,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     if body.top_logprobs and not body.wants_logprobs:
         raise Problem("top_logprobs needs include: ['message.output_text.logprobs']", param="top_logprobs")
     return ChatRequest(
-        model=body.model,
+        **{name: getattr(body, name) for name in SharedFields.model_fields},
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        ignore_eos=body.ignore_eos,
-        stream=body.stream,
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         tools=[
@@ -55,10 +49,6 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         ),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body),
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        speculate=body.speculate,
-        return_token_origins=body.return_token_origins,
     )
 
 
@@ -102,7 +92,7 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
 
 
 def _add_call(messages: list[ChatMessage], item: InputItem, place: int) -> None:
-    """Calls belong to what the assistant said before them."""
+    """Adds a call to the assistant's message before it, or to a new one."""
     if item.name is None or item.call_id is None:
         raise Problem(f"input[{place}]: a call needs name and call_id", param="input")
     call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments or "{}"))
@@ -114,15 +104,4 @@ def _add_call(messages: list[ChatMessage], item: InputItem, place: int) -> None:
 
 
 def _text(content: str | Sequence[InputPart], place: int) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        said = part.text if part.type in TEXT_PARTS else part.refusal if part.type == "refusal" else None
-        if said is None:
-            raise Problem(
-                f"input[{place}]: a part of type {part.type[:40]!r} cannot be read; this server takes text only",
-                param="input",
-            )
-        texts.append(said)
-    return "\n".join(texts)
+    return joined_text(content, TEXT_PARTS, where=f"input[{place}]", param="input")

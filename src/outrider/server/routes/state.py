@@ -1,4 +1,5 @@
-"""GET /health, /ready, /version, /v1/models: how the server stands, and what it serves."""
+"""Routes about the server itself: GET /health, /ready, /version, /v1/models and /metrics; POST /admin/…, which need an
+admin key."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from outrider import __version__
 from outrider.server.front.problems import Problem, unavailable
 from outrider.server.front.service import Service
 from outrider.server.http.answers import json_answer
+from outrider.server.observe.metrics import CONTENT_TYPE
 from outrider.server.routes.documented import PROBLEMS
 from outrider.server.routes.respond import service_of
 
@@ -21,10 +23,10 @@ router = APIRouter()
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=PROBLEMS, summary="Is the server alive?")
 async def health(request: Request) -> Response:
-    """Alive even while the model loads, or loads again; needs no key, and says nothing else. Not if the engine hangs
-    and another has not shown life yet: if that lasts, only starting everything again can help."""
+    """Succeeds while the model is loaded or the engine restarted, and needs no key. Fails if the engine hung and
+    no other has made progress yet; if that lasts, the server must be restarted."""
     if service_of(request).supervisor.unresponsive:
-        raise unavailable("the engine has made no progress for too long; it is being replaced")
+        raise unavailable("the engine has made no progress for too long; it is being restarted")
     return json_answer({"status": "ok"})
 
 
@@ -51,6 +53,27 @@ async def model(name: str, request: Request) -> Response:
     if name not in service.model_names:
         raise Problem(f"the model {name[:200]!r} is not served here", status=404, code="model_not_found")
     return json_answer(_card(name, service))
+
+
+@router.get("/metrics", responses=PROBLEMS, summary="Metrics for Prometheus")
+async def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.post("/admin/reset_prefix_cache", responses=PROBLEMS, summary="Forget every cached prompt")
+async def reset_prefix_cache(request: Request) -> Response:
+    await service_of(request).supervisor.reset_cache()
+    return json_answer({"status": "reset"})
+
+
+@router.post(
+    "/admin/drain", responses=PROBLEMS, status_code=202, summary="Finish running requests, then end the server"
+)
+async def drain(request: Request) -> Response:
+    """Does the same as SIGTERM."""
+    service = service_of(request)
+    service.begin_drain()
+    return json_answer({"status": "draining", "open_requests": service.supervisor.requests.num_jobs}, status=202)
 
 
 def _card(name: str, service: Service) -> dict[str, Any]:

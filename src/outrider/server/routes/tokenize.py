@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""The routes POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Problem("give either a prompt or messages")
-    # Whoever asks how long a text is wants to know it for long ones too; the size of a body bounds them.
+    # Texts that are too long for the model can be counted too; only the size of a body limits them.
     most = service.config.body_bytes_max
     if body.prompt is not None:
         ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens, tokens_max=most)
@@ -31,7 +31,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         ids = await service.render(render_order(body, service.config, service.facts, with_tools=True, tokens_max=most))
     answer = {"count": len(ids), "max_model_len": service.facts.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [service.tokenizer.token(token) for token in ids]
+        answer["token_strs"] = [service.token_texts.tokenizer.token(token) for token in ids]
     return json_answer(answer)
 
 
@@ -39,6 +39,5 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.model_name(body.model)
-    if body.tokens:
-        service.check_token_ids(body.tokens, "tokens")
-    return json_answer({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    service.check_token_ids(body.tokens, "tokens")
+    return json_answer({"prompt": service.token_texts.tokenizer.decode(body.tokens, skip_special_tokens=False)})

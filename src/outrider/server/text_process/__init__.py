@@ -1,1 +1,1 @@
-"""Processes that render chat templates and tokenise: what takes too long there is killed, and stalls nobody."""
+"""Processes that render chat templates and tokenize; a slow one is killed without delaying other requests."""

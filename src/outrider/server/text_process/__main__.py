@@ -1,6 +1,6 @@
 """Entry point of a text process: `python -m outrider.server.text_process`, started by the front end.
 
-It ends when its standard input does. It never writes anything but answers to its standard output.
+It ends when its standard input does. Its standard output carries answers only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import signal
 import sys
 
 from outrider.frames import read_frame
-from outrider.server.text_process.messages import decode_order, decode_setup, framed
+from outrider.server.text_process.messages import decode_facts, decode_order, framed
 from outrider.server.text_process.worker import TextWorker
+
+MEMORY_BYTES_MAX = 4 << 30
+"""Address space of this process; a template that needs more gets a MemoryError."""
 
 
 def main() -> int:
@@ -20,16 +23,15 @@ def main() -> int:
         signal.signal(ignored, signal.SIG_IGN)
     orders = sys.stdin.buffer
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Whatever a library prints must not get in between.
+    # Libraries that print to standard output must not corrupt the answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     first = read_frame(orders)
     if first is None:
         return 0
-    setup = decode_setup(first)
-    resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes_max, setup.memory_bytes_max))
-    worker = TextWorker(setup)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    worker = TextWorker(decode_facts(first))
     while (frame := read_frame(orders)) is not None:
-        answers.write(framed(worker.obey(decode_order(frame))))
+        answers.write(framed(worker.carry_out(decode_order(frame))))
         answers.flush()
     return 0
 

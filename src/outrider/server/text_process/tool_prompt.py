@@ -1,6 +1,6 @@
-"""Tools for models whose chat template knows nothing of them: spelt out in the Hermes form.
+"""Tools for models whose chat template does not render them: written into the messages in the Hermes format.
 
-Definitions go into the system message, calls into what the assistant said, results into what the user says:
+Definitions go into the system message, calls into the assistant's message, results into a user message:
 
     <tools>…</tools>        <tool_call>{"name": …, "arguments": …}</tool_call>        <tool_response>…</tool_response>
 """
@@ -18,10 +18,10 @@ INSTRUCTIONS = (
 )
 
 
-def messages_with_tools_spelt_out(
+def messages_with_hermes_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    plain = [_spelt_out(message) for message in messages]
+    plain = [_with_calls_as_text(message) for message in messages]
     if not tools:
         return plain
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -32,17 +32,17 @@ def messages_with_tools_spelt_out(
     return [{"role": "system", "content": instructions}, *plain]
 
 
-def _spelt_out(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
-        f"<tool_call>\n{json.dumps(_named(call), ensure_ascii=False)}\n</tool_call>"
+        f"<tool_call>\n{json.dumps(_hermes_call(call), ensure_ascii=False)}\n</tool_call>"
         for call in message.get("tool_calls") or ()
     ]
     return {"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])}
 
 
-def _named(call: Mapping[str, Any]) -> dict[str, Any]:
+def _hermes_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {"name": function["name"], "arguments": function.get("arguments") or {}}

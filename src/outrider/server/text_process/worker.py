@@ -1,4 +1,4 @@
-"""Text to tokens: a plain text, or a conversation by the model's chat template."""
+"""Turns text into tokens: a plain text, or a conversation rendered with the model's chat template."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from outrider.errors import RequestError
 from outrider.models.chat import ChatTemplate
-from outrider.models.tokenizer import Tokenizer, tokenizer_from_json
-from outrider.server.text_process.messages import BadText, Encode, Render, TextAnswer, TextOrder, TextSetup, Tokens
-from outrider.server.text_process.tool_prompt import messages_with_tools_spelt_out
+from outrider.server.messages import TextFacts
+from outrider.server.text_process.messages import BadText, Encode, Render, TextAnswer, TextOrder, Tokens
+from outrider.server.text_process.tool_prompt import messages_with_hermes_tools
 
 PROBE_NAME = "probe_of_outrider"
 PROBE_TOOL = {
@@ -21,18 +21,16 @@ END_MARK = "\u2402end of what was written so far\u2403"
 
 
 class TextWorker:
-    def __init__(self, setup: TextSetup) -> None:
-        self.tokenizer: Tokenizer = tokenizer_from_json(
-            setup.tokenizer, source=setup.tokenizer_source, bos_id=setup.bos_id, eos_ids=setup.eos_ids
-        )
+    def __init__(self, facts: TextFacts) -> None:
+        self.tokenizer = facts.make_tokenizer()
         self._template: ChatTemplate | None = None
-        if setup.templates:
+        if facts.templates:
             self._template = ChatTemplate(
-                setup.templates, source=setup.template_source, variables=setup.template_variables
+                facts.templates, source=facts.template_source, variables=facts.template_variables
             )
         self._knows_tools = self._template is not None and _knows_tools(self._template)
 
-    def obey(self, order: TextOrder) -> TextAnswer:
+    def carry_out(self, order: TextOrder) -> TextAnswer:
         try:
             if isinstance(order, Encode):
                 ids = self.tokenizer.encode(order.text, add_special_tokens=order.add_special_tokens)
@@ -46,11 +44,11 @@ class TextWorker:
 
     def _render(self, order: Render) -> str:
         if self._template is None:
-            raise RequestError("this model has no chat template, so it is not made for conversations; use completions")
-        messages: Sequence[Mapping[str, Any]] = [_as_templates_expect(message) for message in order.messages]
+            raise RequestError("this model has no chat template, so it cannot answer conversations; use completions")
+        messages: Sequence[Mapping[str, Any]] = [_with_parsed_arguments(message) for message in order.messages]
         tools = order.tools or None
         if not self._knows_tools:
-            messages, tools = messages_with_tools_spelt_out(messages, tools), None
+            messages, tools = messages_with_hermes_tools(messages, tools), None
         if not order.continue_last:
             return self._template.render(
                 messages, add_generation_prompt=order.add_generation_prompt, tools=tools, **order.variables
@@ -60,12 +58,15 @@ class TextWorker:
         text = self._template.render(marked, add_generation_prompt=False, tools=tools, **order.variables)
         before, mark, _after = text.partition(END_MARK)
         if not mark:
-            raise RequestError("the chat template does not show the last message as it is; it cannot be continued")
+            raise RequestError(
+                "the chat template changes the last message, so it cannot be continued; leave "
+                "continue_final_message out"
+            )
         return before
 
 
 def _knows_tools(template: ChatTemplate) -> bool:
-    """Does the template write the tools it is given?"""
+    """Returns whether the template renders the tools that it is given."""
     try:
         text = template.render([{"role": "user", "content": "?"}], tools=[PROBE_TOOL])
     except RequestError:
@@ -73,8 +74,8 @@ def _knows_tools(template: ChatTemplate) -> bool:
     return PROBE_NAME in text
 
 
-def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls travel as text; templates print them as objects."""
+def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with the arguments of its tool calls as objects, as chat templates expect them."""
     plain = dict(message)
     calls = []
     for call in message.get("tool_calls") or ():
@@ -82,7 +83,7 @@ def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
         try:
             function["arguments"] = json.loads(function.get("arguments") or "{}")
         except (ValueError, TypeError):
-            # No JSON, or a number of thousands of digits: it is shown as it is.
+            # Not JSON, or a number with thousands of digits; the template gets the text.
             pass
         calls.append({**call, "function": function})
     if calls:

@@ -1,1 +1,1 @@
-"""Checkpoints of drafters: which public layouts are read, and what does not belong to a target is refused."""
+"""What the loaders of all drafters share: opening a checkpoint, fitting it to the target, a reduced vocabulary."""

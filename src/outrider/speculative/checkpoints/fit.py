@@ -1,4 +1,5 @@
-"""Does a drafter belong to this target? What does not is refused, with both values and what to do."""
+"""Whether a drafter's checkpoint belongs to this target. One that does not is refused, with both values and what to
+do."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def check_hidden_size(config: ConfigReader, hidden_size: int, settings: DrafterS
 
 
 def check_vocabulary(config: ConfigReader, vocab_size: int, settings: DrafterSettings) -> None:
-    """Padding aside, the two must speak of the same tokens."""
+    """Checks that drafter and target have the same tokens, apart from padding."""
     target = settings.target
     least = min(target.spec.vocab_size, target.tokenizer.vocab_size)
     if vocab_size < least:
@@ -50,9 +51,9 @@ def check_vocabulary(config: ConfigReader, vocab_size: int, settings: DrafterSet
         )
 
 
-def check_token(config: ConfigReader, name: str, token: int, settings: DrafterSettings) -> int:
-    """A token id that the drafter embeds through the target's embedding."""
-    size = settings.target.spec.vocab_size
+def check_token(config: ConfigReader, name: str, settings: DrafterSettings) -> int:
+    """Returns a token id of the configuration if the target's embedding, which the drafter uses, has a row for it."""
+    token, size = config.integer(name), settings.target.spec.vocab_size
     if not 0 <= token < size:
         raise ModelError(
             f"{config.source}: {name} is {token}, outside the {size} tokens that the target {settings.target.name} "
@@ -74,7 +75,8 @@ def check_layer_count(config: ConfigReader, settings: DrafterSettings) -> None:
 def checked_taps(
     config: ConfigReader, name: str, ids: Sequence[int], offset: int, settings: DrafterSettings
 ) -> tuple[int, ...]:
-    """Layer ids of a checkpoint as taps: tap i is what leaves layer i; `offset` is what a checkpoint adds to that."""
+    """Returns the layer ids of a checkpoint as taps. Tap i is the output of layer i; the checkpoint's id of it is
+    i + `offset`."""
     count = len(settings.target.spec.layers)
     taps = tuple(number - offset for number in ids)
     wrong = [number for number, tap in zip(ids, taps, strict=True) if not 0 <= tap < count]
@@ -87,31 +89,32 @@ def checked_taps(
 
 
 def chosen_taps(taps: tuple[int, ...], settings: DrafterSettings) -> tuple[int, ...]:
-    """Those of the checkpoint, unless the settings name as many others."""
+    """Returns the taps of the settings if they name any, which must be as many; else those of the checkpoint."""
     if settings.taps is None:
         return taps
     count = len(settings.target.spec.layers)
     if len(settings.taps) != len(taps) or not all(0 <= tap < count for tap in settings.taps):
         raise ConfigError(
-            f"taps {list(settings.taps)} cannot stand for {list(taps)}: name {len(taps)} of the layers 0 to {count - 1}"
+            f"taps {list(settings.taps)} cannot replace {list(taps)}; name {len(taps)} of the layers 0 to {count - 1}"
         )
     return settings.taps
 
 
 class LayerIds(NamedTuple):
-    """How a checkpoint's config.json writes down its taps."""
+    """How a checkpoint's config.json names its taps."""
 
     field: str
     offset: int
-    """What it adds to a tap."""
+    """The checkpoint's id of tap i is i + offset."""
 
     def written(self, taps: Sequence[int]) -> str:
-        """The line that names these taps."""
+        """The line of config.json that names these taps."""
         return f'"{self.field}": {[tap + self.offset for tap in taps]}'
 
 
 def check_rope(config: ConfigReader) -> None:
-    """Rotation of neighbours instead of halves would run, and draft nonsense."""
+    """Refuses rotary embeddings over neighbouring elements: read as halves of a head they would run, but draft
+    nonsense."""
     for name in INTERLEAVED:
         if config.has(name) and config.flag(name, False):
             raise ModelError(
@@ -121,7 +124,7 @@ def check_rope(config: ConfigReader) -> None:
 
 
 def windows(config: ConfigReader) -> Callable[[int], int | None]:
-    """By `layer_types`; where there are none, as Transformers reads the older fields."""
+    """Returns each layer's window: by `layer_types` or, without them, as Transformers reads the older fields."""
     types = config.text_list("layer_types")
     if types is not None:
         # Files that say which layers have a window do not all say that windows are in use.
@@ -134,7 +137,7 @@ def windows(config: ConfigReader) -> Callable[[int], int | None]:
 
 
 def check_fuse(files: DrafterFiles, hidden_size: int, taps: Sequence[int]) -> None:
-    """The width of fc says how many taps were trained, so that wrong ids are seen."""
+    """Checks the number of taps against the width of fc, which shows how many the drafter was trained with."""
     shape = files.shape("fc.weight")
     if len(shape) != 2 or shape[1] != hidden_size * len(taps):
         raise ModelError(
@@ -147,7 +150,7 @@ def check_fuse(files: DrafterFiles, hidden_size: int, taps: Sequence[int]) -> No
 
 
 def own_tensors(files: DrafterFiles, body: DecoderSpec, draft_vocab_size: int, settings: DrafterSettings) -> Layout:
-    """Those of the embedding and the head that the checkpoint has."""
+    """The layout of the embedding and the head, as far as the checkpoint has its own."""
     layout: Layout = {}
     if "embed_tokens.weight" in files.tensors:
         if body.vocab_size < settings.target.spec.vocab_size:
@@ -172,13 +175,13 @@ def head_of(filled: Mapping[str, Tensor], settings: DrafterSettings) -> Linear:
 
 
 def draft_vocabulary(files: DrafterFiles, draft_vocab_size: int, settings: DrafterSettings) -> DraftVocabulary:
-    """d2t holds, for each draft token, how far on the target's id of it is."""
+    """The drafter's vocabulary. d2t holds, for each draft token, the difference between the target's id and its own."""
     size = settings.target.spec.vocab_size
     if "d2t" not in files.tensors:
         if draft_vocab_size < min(size, settings.target.tokenizer.vocab_size):
             raise ModelError(
-                f"{files.path}: draft_vocab_size is {draft_vocab_size}, fewer than the target's {size} tokens, but no "
-                "d2t says which they are"
+                f"{files.path}: draft_vocab_size is {draft_vocab_size}, fewer than the target's {size} tokens, but "
+                "there is no d2t that says which they are"
             )
         return DraftVocabulary(size=size)
     if files.shape("d2t") != (draft_vocab_size,):
@@ -186,9 +189,9 @@ def draft_vocabulary(files: DrafterFiles, draft_vocab_size: int, settings: Draft
             f"{files.path}: d2t has shape {list(files.shape('d2t'))}, but draft_vocab_size is {draft_vocab_size}"
         )
     if "lm_head.weight" not in files.tensors:
-        raise ModelError(f"{files.path} has d2t but no lm_head.weight, so nothing says what its draft tokens score")
+        raise ModelError(f"{files.path} has d2t but no lm_head.weight, so its draft tokens cannot be scored")
     if draft_vocab_size < 1:
-        raise ModelError(f"{files.path}: draft_vocab_size is {draft_vocab_size}, so there is nothing to draft")
+        raise ModelError(f"{files.path}: draft_vocab_size is {draft_vocab_size}, but at least one token is needed")
     ids = torch.arange(draft_vocab_size) + files.table("d2t").to(torch.int64)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:

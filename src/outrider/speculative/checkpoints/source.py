@@ -1,4 +1,4 @@
-"""A drafter's directory: configuration and tensors, under one spelling of their names."""
+"""Opening a drafter's checkpoint: its configuration, and its tensors under one spelling of their names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.errors import ModelError
+from outrider.config import SpeculativeConfig
+from outrider.errors import ConfigError, ModelError
+from outrider.models.parameters import plain
 from outrider.models.recipes.config import ConfigReader
 from outrider.models.recipes.layout import Layout, Part
-from outrider.models.resolve import ModelKind, resolve_model, weights_fingerprint
-from outrider.models.weights.base import StoredTensor, fill, rotary_buffer, stored_forms, taken
+from outrider.models.resolve import ModelKind, packaged_drafter, resolve_model, weights_fingerprint
+from outrider.models.weights.base import StoredTensor, fill, rotary_buffer, taken
 from outrider.models.weights.safetensors import TensorFiles, read_config
 from outrider.speculative.settings import DrafterSettings
 
 SPECULATORS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    # The body is written without fields that have the value Transformers gives them.
+    # The layers are described without the fields that have Transformers' default values.
     "qwen3": {
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -41,7 +43,7 @@ SPECULATORS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class DrafterFiles:
-    """Tensor names without `model.` in front, and with `layers.0` for a single middle layer."""
+    """The files of a checkpoint. Tensor names lose a leading `model.`, and a single `midlayer` becomes `layers.0`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +57,9 @@ class DrafterFiles:
             if name.startswith("midlayer."):
                 name = f"layers.0.{name.removeprefix('midlayer.')}"
             if name in tensors:
-                raise ModelError(f"{path}: tensors {self._stored[name]} and {stored} are the same one; remove either")
+                raise ModelError(
+                    f"{path}: tensors {self._stored[name]} and {stored} are the same tensor; remove one of them"
+                )
             self._stored[name] = stored
             tensors[name] = about
         self.tensors: Mapping[str, StoredTensor] = tensors
@@ -67,13 +71,13 @@ class DrafterFiles:
         destination.copy_(taken(self._files.mapped(self._stored[part.name]), part))
 
     def table(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
+        """Returns a tensor as it is stored."""
         return self._files.mapped(self._stored[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor without which nothing else can be said."""
+        """Returns the shape of a tensor that every drafter of this kind has."""
         if name not in self.tensors:
-            raise ModelError(f"{self.path} has no tensor {name}, so it is no drafter of this kind")
+            raise ModelError(f"{self.path} has no tensor {name}, so it is not a drafter of this kind")
         return self.tensors[name].shape
 
     @property
@@ -82,7 +86,7 @@ class DrafterFiles:
         return names[0] if names else None
 
     def body(self) -> ConfigReader:
-        """The configuration of the layers, in the layout where it is a part of the whole."""
+        """The configuration of the layers in the speculators layout, where it is nested."""
         config = self.config
         inner = config.fields.get("transformer_layer_config")
         if not isinstance(inner, dict):
@@ -100,16 +104,17 @@ class DrafterFiles:
         self, layout: Layout, settings: DrafterSettings, *, what: str, harmless: Callable[[str], bool]
     ) -> dict[str, Tensor]:
         progress = settings.progress
-        return fill(
+        filled = fill(
             self,
             layout,
             what=what,
             harmless=lambda name: rotary_buffer(name) or harmless(name),
             dtype=settings.dtype,
             device=settings.device,
-            forms=stored_forms(self, layout) if settings.as_stored else None,
+            forms=settings.forms,
             progress=None if progress is None else lambda done, total: progress("loading the drafter", done, total),
         )
+        return {path: plain(tensor) for path, tensor in filled.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,9 +125,22 @@ class OpenedDrafter:
 
 
 def open_drafter(name: str) -> OpenedDrafter:
-    """By path or hub id."""
+    """Opens a checkpoint by path or hub id."""
     resolved = resolve_model(name, what="drafter")
     if resolved.kind is not ModelKind.DIRECTORY:
-        raise ModelError(f"{resolved.path} is no directory: drafters are read from safetensors with their config.json")
+        raise ModelError(
+            f"{resolved.path} is not a directory: drafters are read from a directory with safetensors and config.json"
+        )
     files = DrafterFiles(resolved.path)
     return OpenedDrafter(files=files, name=resolved.name, fingerprint=weights_fingerprint(resolved))
+
+
+def named_checkpoint(config: SpeculativeConfig, settings: DrafterSettings) -> str:
+    """The name or path of the drafter's checkpoint: the one that is configured, else the one made for this target."""
+    name = config.model or packaged_drafter(settings.target.name, config.method)
+    if name is None:
+        raise ConfigError(
+            f"speculative_config: method {config.method!r} needs 'model': the name or path of a drafter's checkpoint "
+            f"(none comes with Outrider for {settings.target.name})"
+        )
+    return name

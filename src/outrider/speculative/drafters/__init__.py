@@ -1,1 +1,1 @@
-"""Drafters: one file each."""
+"""Drafters, one file each, and what several of them share."""

@@ -1,7 +1,7 @@
-"""One decoder layer that pairs what the target made of position p with the token at p + 1, and runs ahead.
+"""What EAGLE and MTP share: one decoder layer that pairs the target's hidden state at p with the token at p + 1.
 
-    feed      rows [durable end, v): row p joins features of p and token p + 1; all but the last only leave their keys
-              and values behind, the last one is run through and chooses the draft at v + 1
+    feed      rows [durable end, v): row p joins the features of p and token p + 1; all rows but the last only store
+              their keys and values, the last one runs through the layer and chooses the draft at v + 1
     propose   row v, v + 1, …: the layer's own output takes the place of the target's; k - 1 passes
 
 A key depends on the row's own input only, so feeding reads no KV.
@@ -16,34 +16,33 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.layers.ops import Ops
-from outrider.layers.rows import Rows, Span
+from outrider.backends.base import Backend
+from outrider.backends.batch import Batch, Span
+from outrider.kv.archetypes import DrafterShape, chain_from_taps
 from outrider.models.decoder import Decoder
 from outrider.models.kv_groups import LayerGroups, layer_groups
 from outrider.models.parameters import DecoderParameters, Linear, Matrix, mapped
 from outrider.models.spec import DecoderSpec
 from outrider.speculative.abilities import check_abilities
-from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more
-from outrider.speculative.drafters.taps import tap_rows
-from outrider.speculative.footprints import DrafterShape, footprint_for
+from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, ProposeRow, draw_one_more, tap_rows
 from outrider.speculative.settings import DrafterSettings
 from outrider.speculative.vocabulary import DraftVocabulary
 
 
 class Entrance(ABC):
-    """How a token's embedding and the features before it become the input of the layer."""
+    """Turns a token's embedding and the features of the position before it into the input of the layer."""
 
     @abstractmethod
     def mapped(self, change: Callable[[Matrix], Matrix]) -> Entrance:
-        """The same with its matrices changed."""
+        """Returns the same entrance with `change` applied to its matrices."""
 
     @abstractmethod
-    def features(self, taps: Tensor, ops: Ops) -> Tensor:
-        """From the target's taps, side by side."""
+    def features(self, taps: Tensor, backend: Backend) -> Tensor:
+        """Returns the features of rows, given the target's taps side by side."""
 
     @abstractmethod
-    def enter(self, embedded: Tensor, features: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-        """What queries, keys and values are made from, and the residual. May write over `features`."""
+    def enter(self, embedded: Tensor, features: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
+        """Returns the input of queries, keys and values, and the residual. May overwrite `features`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,7 +53,7 @@ class JoinedEntrance(Entrance):
     """
 
     join: Linear
-    """Embedding first, then features: [hidden, 2 * hidden]."""
+    """Projects the embedding and the features, in this order: [hidden, 2 * hidden]."""
     target_norm: Tensor
     target_eps: float
     eps: float
@@ -65,30 +64,30 @@ class JoinedEntrance(Entrance):
     def mapped(self, change: Callable[[Matrix], Matrix]) -> Entrance:
         return replace(self, join=self.join.mapped(change))
 
-    def features(self, taps: Tensor, ops: Ops) -> Tensor:
-        return ops.norm(taps, self.target_norm, self.target_eps)
+    def features(self, taps: Tensor, backend: Backend) -> Tensor:
+        return backend.norm(taps, self.target_norm, self.target_eps)
 
-    def enter(self, embedded: Tensor, features: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    def enter(self, embedded: Tensor, features: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
         if self.embedding_norm is not None:
-            embedded = ops.norm(embedded, self.embedding_norm, self.eps)
+            embedded = backend.norm(embedded, self.embedding_norm, self.eps)
         if self.feature_norm is not None:
-            features = ops.norm(features, self.feature_norm, self.eps)
-        x = ops.project(torch.cat([embedded, features], dim=1), self.join)
-        return (x if self.input_norm is None else ops.norm(x, self.input_norm, self.eps)), x
+            features = backend.norm(features, self.feature_norm, self.eps)
+        x = backend.project(torch.cat([embedded, features], dim=1), self.join)
+        return (x if self.input_norm is None else backend.norm(x, self.input_norm, self.eps)), x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AheadNetwork:
     body: DecoderSpec
-    """One layer."""
+    """A decoder of one layer."""
     parameters: DecoderParameters
     entrance: Entrance
     taps: tuple[int, ...]
     vocabulary: DraftVocabulary
     final_norm: bool = True
-    """Outputs are normed before the head."""
+    """Whether outputs are normed before the head."""
     carries_normed: bool = False
-    """The normed output is the next row's features, not the output itself."""
+    """Whether the next row's features are the normed output, rather than the output itself."""
 
 
 class OneLayerAhead(Drafter):
@@ -107,12 +106,12 @@ class OneLayerAhead(Drafter):
         self.layer_groups = layer_groups(
             body, owner="draft", page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize
         )
-        check_abilities(settings.ops, self.layer_groups, name)
+        check_abilities(settings.backend, self.layer_groups, name)
         limit = min(settings.max_model_len, body.max_position)
-        self._decoder = Decoder(body, network.parameters, settings.ops, max_position=limit)
+        self._decoder = Decoder(body, network.parameters, settings.backend, max_position=limit)
         self._pair = self._decoder.parameters.layers[0].qkv.rows(slice(body.query_size, None))
         shape = DrafterShape(groups=self.layer_groups.specs, taps=network.taps, max_len=limit, fingerprint=fingerprint)
-        self.footprint = footprint_for(method, shape)
+        self.footprint = chain_from_taps(method, shape)
         self._services: DraftServices | None = None
         self._fed: dict[str, Tensor] = {}
         """Output of the last fed row, for requests that propose in this step."""
@@ -131,42 +130,42 @@ class OneLayerAhead(Drafter):
             (start, end), request = row.interval, row.request
             stop = end - 1 if row.proposes else end
             if stop > start:
-                passed.append(_span(request.line, start, request.tokens[start + 1 : stop + 1]))
+                passed.append(Span(request.table_row, start, request.tokens[start + 1 : stop + 1]))
                 passed_taps.append((row.taps_at, stop - start))
             if row.proposes:
-                last.append(_span(request.line, stop, request.tokens[end : end + 1]))
+                last.append(Span(request.table_row, stop, request.tokens[end : end + 1]))
                 last_taps.append((row.taps_at + stop - start, 1))
                 drafting.append(request.id)
-        entrance, ops = self._network.entrance, self._decoder.ops
+        entrance, backend = self._network.entrance, self._decoder.backend
         if passed:
-            self._leave_pairs(self._rows(passed), entrance.features(tap_rows(taps, passed_taps), ops))
+            self._leave_pairs(self._batch(passed), entrance.features(tap_rows(taps, passed_taps), backend))
         if last:
-            hidden = self._run(self._rows(last), entrance.features(tap_rows(taps, last_taps), ops))
+            hidden = self._run(self._batch(last), entrance.features(tap_rows(taps, last_taps), backend))
             self._fed = dict(zip(drafting, hidden, strict=True))
 
-    def _rows(self, spans: Sequence[Span]) -> Rows:
+    def _batch(self, spans: Sequence[Span]) -> Batch:
         assert self._services is not None
-        return self._services.rows.rows(spans, self._services.groups)
+        return self._services.batches.build(spans, self._services.groups)
 
-    def _enter(self, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _enter(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         decoder = self._decoder
-        embedded = decoder.ops.embed(rows.tokens, decoder.parameters.embedding, decoder.spec.embedding_scale)
-        return self._network.entrance.enter(embedded, features, decoder.ops)
+        embedded = decoder.backend.embed(batch.token_ids, decoder.parameters.embedding, decoder.spec.embedding_scale)
+        return self._network.entrance.enter(embedded, features, decoder.backend)
 
-    def _leave_pairs(self, rows: Rows, features: Tensor) -> None:
+    def _leave_pairs(self, batch: Batch, features: Tensor) -> None:
         assert self._services is not None
-        ops = self._decoder.ops
-        pairs = ops.project(self._enter(rows, features)[0], self._pair)
-        ops.store(pairs, self._decoder.attention[0], self._services.kv[0], rows.groups[0])
+        backend = self._decoder.backend
+        pairs = backend.project(self._enter(batch, features)[0], self._pair)
+        backend.store(pairs, self._decoder.attention[0], self._services.kv[0], batch.groups[0])
 
-    def _run(self, rows: Rows, features: Tensor) -> Tensor:
+    def _run(self, batch: Batch, features: Tensor) -> Tensor:
         assert self._services is not None
-        decoder, ops = self._decoder, self._decoder.ops
+        decoder, backend = self._decoder, self._decoder.backend
         layer = decoder.parameters.layers[0]
-        x, residual = self._enter(rows, features)
-        qkv = ops.project(x, layer.qkv)
-        attended = ops.attend(qkv, decoder.attention[0], self._services.kv[0], rows.groups[0])
-        x = ops.project_add(
+        x, residual = self._enter(batch, features)
+        qkv = backend.project(x, layer.qkv)
+        attended = backend.attend(qkv, decoder.attention[0], self._services.kv[0], batch.groups[0])
+        x = backend.project_add(
             attended, layer.out, residual, post_norm=layer.attention_post_norm, eps=decoder.spec.norm_eps
         )
         return decoder.feed_forward(0, layer, x)
@@ -175,12 +174,12 @@ class OneLayerAhead(Drafter):
         decoder, network = self._decoder, self._network
         if network.final_norm:
             return decoder.logits(hidden)
-        return decoder.ops.project(hidden, decoder.parameters.head).float()
+        return decoder.backend.project(hidden, decoder.parameters.head).float()
 
     def _carried(self, hidden: Tensor) -> Tensor:
         if not self._network.carries_normed:
             return hidden
-        return self._decoder.ops.norm(hidden, self._decoder.parameters.final_norm, self._network.body.norm_eps)
+        return self._decoder.backend.norm(hidden, self._decoder.parameters.final_norm, self._network.body.norm_eps)
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         services = self._services
@@ -196,12 +195,8 @@ class OneLayerAhead(Drafter):
             drafting = [drafting[place] for place in going_on]
             # The row before the one to come was at v - 1 + (drafts so far) - 1: it chose the last draft.
             spans = [
-                _span(rows[number].request.line, rows[number].v + len(drafts[number]) - 1, drafts[number][-1:])
+                Span(rows[number].request.table_row, rows[number].v + len(drafts[number]) - 1, drafts[number][-1:])
                 for number in drafting
             ]
             features = self._carried(hidden[torch.tensor(going_on, device=hidden.device)])
-            hidden = self._run(self._rows(spans), features)
-
-
-def _span(line: int, start: int, tokens: Sequence[int]) -> Span:
-    return Span(line=line, start=start, tokens=tokens, kept_from=0)
+            hidden = self._run(self._batch(spans), features)

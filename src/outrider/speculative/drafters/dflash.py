@@ -5,6 +5,11 @@
 
 A context row has no queries and passes no feed-forward network, so feeding reads no KV. Which rows of a block see
 each other is decided per layer: see `GroupSpec.causal`.
+
+Checkpoints are read in two public layouts:
+
+    z-lab          a Qwen3-like config.json with `dflash_config`; layer id i is the output of target layer i
+    speculators    `transformer_layer_config` describes the layers; layer id i is the input of target layer i
 """
 
 from __future__ import annotations
@@ -16,41 +21,51 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from outrider.backends.attention import AttentionMetadata
+from outrider.backends.base import Argmax, Pass
+from outrider.backends.batch import Span
+from outrider.errors import ConfigError, ModelError
+from outrider.kv.archetypes import ARCHETYPES, DrafterShape, block_from_taps
 from outrider.kv.groups import Sliding
-from outrider.layers.attention import AttentionRows
-from outrider.layers.ops import Greatest, Ready, Recorded
-from outrider.layers.rows import Span
-from outrider.models.decoder import RECORDED_ROWS_MAX, Decoder, LayerPlaces
+from outrider.models.decoder import Decoder, PagedDecoder
 from outrider.models.kv_groups import LayerGroups, layer_groups
 from outrider.models.parameters import DecoderParameters, Linear, mapped, stacked
+from outrider.models.recipes.base import common_fields, make_layers
+from outrider.models.recipes.config import ConfigReader
+from outrider.models.recipes.layout import Layout, layer_layout, whole
 from outrider.models.spec import DecoderSpec
+from outrider.models.weights.base import layers_from
 from outrider.speculative.abilities import check_abilities
-from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow
-from outrider.speculative.drafters.taps import TapRows
-from outrider.speculative.footprints import DrafterShape, footprint_for
+from outrider.speculative.checkpoints import fit
+from outrider.speculative.checkpoints.frequent import limit_to, read_frequent
+from outrider.speculative.checkpoints.source import DrafterFiles, OpenedDrafter, named_checkpoint, open_drafter
+from outrider.speculative.drafter import Drafter, DraftServices, DrawRow, FeedRow, ProposeRow, tap_rows
+from outrider.speculative.method import DrafterMethod, Training
 from outrider.speculative.settings import DrafterSettings
 from outrider.speculative.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashSpec:
+    """A DFlash network, described."""
+
     body: DecoderSpec
-    """Its own layers; embedding and head may be the target's."""
+    """The drafter's own layers. Its embedding and head may be the target's."""
     causal: tuple[bool, ...]
-    """Per layer: does a row of a block see only the rows before it?"""
+    """Whether a row of a block sees only the rows before it, for each layer."""
     anchored: bool
-    """Windows are measured from the block's first row: all its rows see [anchor - window, anchor) and the block.
-    Otherwise each row has a window of its own."""
+    """Whether windows are measured from the block's first row, so that all its rows see [anchor - window, anchor) and
+    the block. Otherwise each row has a window of its own."""
     taps: tuple[int, ...]
     mask_token: int
     block_size: int
-    """Rows of a block as it was trained. Fewer would draft less well, so fewer drafts come from as many rows; more
-    rows than trained work, less well."""
+    """Number of rows in the blocks that the drafter was trained with. It drafts less well with fewer rows or with more,
+    so fewer drafts are taken from a block of this size."""
     smaller_blocks: tuple[int, ...] = ()
-    """Rows of further blocks that it was trained with, rising: for fewer drafts these do as well."""
+    """Sizes of smaller blocks that it was trained with as well, ascending; they serve for fewer drafts."""
 
     def rows_for(self, most_drafts: int | None) -> int:
-        """Of a block for so many drafts."""
+        """Number of rows in a block for at most this many drafts."""
         wanted = self.block_size if most_drafts is None else 1 + most_drafts
         return next((rows for rows in self.smaller_blocks if rows >= wanted), self.block_size)
 
@@ -59,7 +74,7 @@ class DFlashSpec:
 class DFlashParameters:
     body: DecoderParameters
     fuse: Linear
-    """Taps side by side to one hidden state: [hidden, taps * hidden]."""
+    """Projects the taps, side by side, to one hidden state: [hidden, taps * hidden]."""
     context_norm: Tensor
     vocabulary: DraftVocabulary
 
@@ -78,10 +93,10 @@ class DFlash(Drafter):
     ) -> None:
         self.spec = spec
         self.layer_groups = block_groups(spec, page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize)
-        check_abilities(settings.ops, self.layer_groups, name)
+        check_abilities(settings.backend, self.layer_groups, name)
         limit = min(settings.max_model_len, spec.body.max_position)
         pack = settings.packer()
-        self._decoder = Decoder(spec.body, mapped(parameters.body, pack), settings.ops, max_position=limit)
+        self._decoder = Decoder(spec.body, mapped(parameters.body, pack), settings.backend, max_position=limit)
         self._fuse, self._context_norm = parameters.fuse.mapped(pack), parameters.context_norm
         self._vocabulary = parameters.vocabulary
         self._context = context_projection(spec.body, self._decoder.parameters)
@@ -92,102 +107,68 @@ class DFlash(Drafter):
             fingerprint=fingerprint,
             block_rows=min(spec.rows_for(settings.most_drafts), limit),
         )
-        self.footprint = footprint_for("dflash", shape)
+        self.footprint = block_from_taps("dflash", shape)
         self.usual_k = spec.block_size - 1
         self._services: DraftServices | None = None
-        self._places: LayerPlaces | None = None
-        self._recorded: dict[int, Recorded[None] | None] = {}
-        """Feeding, by number of rows."""
-        self._taps = TapRows()
+        self._paged: PagedDecoder | None = None
+        self._feed_pass: Pass[None, None] | None = None
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
-        self._places = LayerPlaces(services.kv, self.layer_groups)
-        self._recorded.clear()
-        self._taps = TapRows()
-
-    def step(self, feeds: Sequence[FeedRow], taps: Tensor, proposals: Sequence[ProposeRow]) -> list[list[int]]:
-        """In one call where both are recorded: what Python does in between, and waking threads, costs about as much as
-        feeding."""
-        ready = self._ready_to_feed(feeds, taps) if feeds else None
-        if proposals:
-            return self._propose(proposals, ready)
-        if ready is not None:
-            ready.run()
-        return []
+        self._paged = self._decoder.bind(services.kv, self.layer_groups)
+        self._feed_pass = self._decoder.backend.compile_pass(self._write_context)
 
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
-        self.step(rows, taps, ())
-
-    def _ready_to_feed(self, rows: Sequence[FeedRow], taps: Tensor) -> Ready | None:
-        """None: it is done."""
         services = self._services
         assert services is not None
-        assert self._places is not None
+        assert self._feed_pass is not None
         spans = [
-            Span(
-                line=row.request.line,
-                start=row.interval.start,
-                tokens=row.request.tokens[row.interval.start : row.interval.end],
-                kept_from=0,
-            )
+            Span(row.request.table_row, row.interval.start, row.request.tokens[row.interval.start : row.interval.end])
             for row in rows
         ]
-        fed = services.rows.rows(spans, services.groups, beside=True)
-        taken = self._taps.of(taps, [(row.taps_at, row.interval.size) for row in rows])
-        places = [layer.rows for layer in self._places.of(fed)]
-        count = sum(row.interval.size for row in rows)
-        if count > RECORDED_ROWS_MAX:
-            self._leave_pairs(taken, places)
-            return None
-        if count not in self._recorded:
-            self._recorded[count] = self._decoder.ops.record(taken, places, lambda x: self._leave_pairs(x, places))
-        recorded = self._recorded[count]
-        if recorded is None:
-            self._leave_pairs(taken, places)
-            return None
-        return Ready(recorded, taken, places)
+        batch = services.batches.build(spans, services.groups)
+        fed = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
+        if any(row.proposes for row in rows):
+            # A proposal follows, which a backend may run in the same call.
+            self._feed_pass.enqueue(fed, batch.groups, None)
+        else:
+            self._feed_pass.run(fed, batch.groups, None)
 
-    def _leave_pairs(self, taps: Tensor, places: Sequence[AttentionRows]) -> None:
-        """Keys and values of context rows, to their slots in every layer."""
+    def _write_context(self, taps: Tensor, groups: tuple[AttentionMetadata, ...], _options: None) -> None:
+        """Writes the keys and values of context rows to their slots in every layer."""
         assert self._services is not None
-        body, ops = self.spec.body, self._decoder.ops
-        context = ops.norm(ops.project(taps, self._fuse), self._context_norm, body.norm_eps)
-        pairs = ops.project(context, self._context)
+        body, backend = self.spec.body, self._decoder.backend
+        context = backend.norm(backend.project(taps, self._fuse), self._context_norm, body.norm_eps)
+        pairs = backend.project(context, self._context)
         # [layers, rows, keys and values]
         for number, pair in enumerate(pairs.view(len(taps), -1, 2 * body.kv_size).unbind(1)):
-            ops.store(pair, self._decoder.attention[number], self._services.kv[number], places[number])
+            metadata = groups[self.layer_groups.place[number][0]]
+            backend.store(pair, self._decoder.attention[number], self._services.kv[number], metadata)
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
-        return self._propose(rows, None)
-
-    def _propose(self, rows: Sequence[ProposeRow], after: Ready | None) -> list[list[int]]:
         services = self._services
         assert services is not None
-        assert self._places is not None
-        blocks = [self.footprint.scratch(v, k) for _request, v, k in rows]
+        assert self._paged is not None
+        blocks = [self.footprint.scratch(v, k) for _request, v, k, _tap_row in rows]
         spans = [
             Span(
-                line=request.line,
+                table_row=request.table_row,
                 start=v,
-                tokens=[request.tokens[v], *[self.spec.mask_token] * (block.size - 1)],
-                kept_from=0,
+                token_ids=[request.tokens[v], *[self.spec.mask_token] * (block.size - 1)],
                 sees_to=block.end,
                 anchored=self.spec.anchored,
             )
-            for (request, v, _k), block in zip(rows, blocks, strict=True)
+            for (request, v, _k, _tap_row), block in zip(rows, blocks, strict=True)
         ]
-        block = services.rows.rows(spans, services.groups)
-        # The first row of each block is the token that is known already; the last may be there for company only.
-        masks = [first + 1 + j for first, row in zip(block.first_row, rows, strict=True) for j in range(row.k)]
-        together = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
-        hidden = self._decoder.forward(
-            block.tokens, self._places.of(block), scored=together, shares=services.weighs(), after=after
-        )
-        logits, found = hidden.logits, hidden.greatest
+        batch = services.batches.build(spans, services.groups)
+        # The first row of each block is the token that is known already; the last ones may only fill the block up.
+        masks = [first + 1 + j for first, row in zip(batch.first_rows, rows, strict=True) for j in range(row.k)]
+        scored = (masks[0], masks[-1] + 1) if len(rows) == 1 else None
+        output = self._paged.forward(batch, scored=scored, probabilities=True)
+        logits, argmax = output.logits, output.argmax
         if logits is None:
-            logits = self._decoder.logits(hidden.final[torch.tensor(masks, device=hidden.final.device)])
-        return draw_block(services, rows, logits, self._vocabulary, found)
+            logits = self._decoder.logits(output.hidden[torch.tensor(masks, device=output.hidden.device)])
+        return draw_block(services, rows, logits, self._vocabulary, argmax)
 
 
 def draw_block(
@@ -195,15 +176,16 @@ def draw_block(
     rows: Sequence[ProposeRow],
     logits: Tensor,
     vocabulary: DraftVocabulary,
-    found: Greatest | None = None,
+    argmax: Argmax | None = None,
 ) -> list[list[int]]:
-    """k drafts for each row from k logits each, lying one after the other. `found`: the largest of them, if known.
+    """Draws k drafts for each row from k rows of logits each, which follow each other. `argmax`: that of the logits,
+    where it is known already.
 
-    All are known at once, so all are drawn at once, but for requests whose draws depend on earlier drafts.
+    All logits are known, so all drafts are drawn at once, but for requests whose draws depend on earlier drafts.
     """
     if not any(row.request.draws_depend for row in rows):
         draws = [DrawRow(row.request, row.v + 1 + draft, ()) for row in rows for draft in range(row.k)]
-        drawn = iter(services.draw(logits, draws, vocabulary, found))
+        drawn = iter(services.draw(logits, draws, vocabulary, argmax))
         return [list(islice(drawn, row.k)) for row in rows]
     drafts: list[list[int]] = [[] for _ in rows]
     first, starts = 0, []
@@ -212,7 +194,7 @@ def draw_block(
         first += row.k
     while True:
         places: list[tuple[int, int]] = []  # (row, draft)
-        for number, (request, _v, k) in enumerate(rows):
+        for number, (request, _v, k, _tap_row) in enumerate(rows):
             have = len(drafts[number])
             stop = min(k, have + 1) if request.draws_depend else k
             places.extend((number, draft) for draft in range(have, stop))
@@ -228,7 +210,7 @@ def draw_block(
 
 
 def block_groups(spec: DFlashSpec, *, page_tokens: int, item_bytes: int) -> LayerGroups:
-    """KV groups of the layers: by window, with the causality that layers of one window share."""
+    """The KV groups of the layers, one for each window; layers with the same window have the same causality."""
     groups = layer_groups(spec.body, owner="draft", page_tokens=page_tokens, item_bytes=item_bytes)
     specs = []
     for number, group in enumerate(groups.specs):
@@ -243,7 +225,231 @@ def block_groups(spec: DFlashSpec, *, page_tokens: int, item_bytes: int) -> Laye
 
 
 def context_projection(body: DecoderSpec, parameters: DecoderParameters) -> Linear:
-    """Keys and values of all layers from one product: [layers * (key + value), hidden]."""
+    """The projection that gives the keys and values of all layers at once: [layers * (key + value), hidden]."""
     pairs = [layer.qkv.rows(slice(body.query_size, None)) for layer in parameters.layers]
     biases = [pair.bias for pair in pairs if pair.bias is not None]
     return Linear(weight=stacked([pair.weight for pair in pairs]), bias=torch.cat(biases) if biases else None)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------
+
+ARCHITECTURES = ("DFlashDraftModel",)
+SPECULATORS_TYPE = "dflash"
+Z_LAB_IDS, SPECULATORS_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
+BLOCK_SIZE_MAX = 1024
+HARMLESS = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def is_dflash(files: DrafterFiles) -> bool:
+    """Whether the configuration says that this is a DFlash drafter."""
+    kind = files.config.fields.get("speculators_model_type")
+    return kind == SPECULATORS_TYPE if kind is not None else files.architecture in ARCHITECTURES
+
+
+def written_ids(files: DrafterFiles) -> fit.LayerIds:
+    if files.config.has("speculators_model_type"):
+        return fit.LayerIds(SPECULATORS_IDS, 1)
+    return fit.LayerIds(Z_LAB_IDS, 0)
+
+
+def load_dflash(name: str, settings: DrafterSettings) -> DFlash:
+    """Loads a checkpoint by path or hub id. One that cannot belong to the target is refused before its weights are
+    read."""
+    opened = open_drafter(name)
+    try:
+        spec = read_spec(opened.files, settings)
+    except ConfigError as problem:
+        raise ModelError(f"{opened.files.config.source}: {problem}") from None
+    return _load(opened, spec, settings)
+
+
+def read_spec(files: DrafterFiles, settings: DrafterSettings) -> DFlashSpec:
+    """The network that the checkpoint describes, checked against the target."""
+    if (files.path / "mask_embedding.pt").is_file():
+        raise ModelError(
+            f"{files.path} keeps the embedding of its mask in mask_embedding.pt, which is not read, since such files "
+            "can run code; store the embedding in the drafter's own embed_tokens.weight"
+        )
+    config = files.config
+    kind = config.fields.get("speculators_model_type")
+    if kind is not None:
+        if kind != SPECULATORS_TYPE:
+            raise ModelError(
+                f"{config.source}: speculators_model_type is {kind!r}, not {SPECULATORS_TYPE!r}; "
+                "choose the method that this drafter was trained for"
+            )
+        return _speculators(files, settings)
+    if files.architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{config.source}: architecture {files.architecture!r} is not a DFlash drafter; "
+            f"supported: {', '.join(ARCHITECTURES)}, and speculators_model_type {SPECULATORS_TYPE!r}"
+        )
+    return _z_lab(files, settings)
+
+
+def _z_lab(files: DrafterFiles, settings: DrafterSettings) -> DFlashSpec:
+    config = files.config
+    inner = config.fields.get("dflash_config")
+    if not isinstance(inner, dict):
+        raise ModelError(f"{config.source} has no dflash_config, which names the mask token and the target's layers")
+    fields = config.inner("dflash_config", inner)
+    for name, plain in (("use_swa", False), ("attention_sink_bias", False)):
+        if fields.flag(name, plain) != plain:
+            raise ModelError(f"{fields.source}: {name} is not supported")
+    # Newer files have block_size inside dflash_config.
+    where = fields if fields.has("block_size") else config
+    scale = _number(config, fields, "input_embedding_scale", 1.0)
+    if _number(config, fields, "output_multiplier", 1.0) != 1.0:
+        raise ModelError(f"{config.source}: output_multiplier is not supported")
+    softcap = None
+    cap_in = fields if fields.has("final_logit_softcapping") else config
+    if cap_in.number("final_logit_softcapping", 0.0):  # here 0 means no cap
+        softcap = cap_in.soft_cap("final_logit_softcapping")
+    body = _body(config, embedding_scale=scale, logit_softcap=softcap)
+    return _spec(
+        files,
+        settings,
+        body,
+        causal=causality(config, fields, body),
+        anchored=False,
+        names=fields,
+        block=where,
+    )
+
+
+def _speculators(files: DrafterFiles, settings: DrafterSettings) -> DFlashSpec:
+    config = files.config
+    for name in ("sample_from_anchor", "shift_label"):
+        if config.flag(name, False):
+            raise ModelError(f"{config.source}: {name} is not supported: rows must predict their own position")
+    projector = config.fields.get("projector_type") or SPECULATORS_TYPE
+    if projector != SPECULATORS_TYPE:
+        raise ModelError(f"{config.source}: projector_type {projector!r} is not supported")
+    body = _body(files.body())
+    both_ways = config.flag("sliding_window_non_causal", False)
+    return _spec(
+        files,
+        settings,
+        body,
+        causal=tuple(layer.window is not None and not both_ways for layer in body.layers),
+        anchored=True,
+        names=config,
+        block=config,
+    )
+
+
+def causality(config: ConfigReader, fields: ConfigReader, body: DecoderSpec) -> tuple[bool, ...]:
+    """The causality of each layer: what the file says of all layers; else layers with a window are causal."""
+    for reader, name in ((config, "is_causal"), (fields, "causal")):
+        if reader.has(name):
+            return (reader.flag(name, False),) * len(body.layers)
+    return tuple(layer.window is not None for layer in body.layers)
+
+
+def _spec(
+    files: DrafterFiles,
+    settings: DrafterSettings,
+    body: DecoderSpec,
+    *,
+    causal: tuple[bool, ...],
+    anchored: bool,
+    names: ConfigReader,
+    block: ConfigReader,
+) -> DFlashSpec:
+    """Returns the checked spec. `names` is the part of the configuration that names the mask token and the target's
+    layers, `block` the part with the sizes of blocks."""
+    config, ids = files.config, written_ids(files)
+    fit.check_hidden_size(config, body.hidden_size, settings)
+    fit.check_vocabulary(config, body.vocab_size, settings)
+    fit.check_layer_count(config, settings)
+    taps = fit.checked_taps(names, ids.field, names.integer_list(ids.field), ids.offset, settings)
+    fit.check_fuse(files, body.hidden_size, taps)
+    block_size = block.integer("block_size")
+    if not 2 <= block_size <= BLOCK_SIZE_MAX:
+        raise block.wrong("block_size", f"at least 2, the last token and one mask, and at most {BLOCK_SIZE_MAX}")
+    smaller = sorted(set(block.integer_list("smaller_block_sizes")))
+    if smaller and not 2 <= smaller[0] <= smaller[-1] < block_size:
+        raise block.wrong("smaller_block_sizes", f"sizes of at least 2, below block_size ({block_size})")
+    return DFlashSpec(
+        body=body,
+        causal=causal,
+        anchored=anchored,
+        taps=taps,
+        mask_token=fit.check_token(names, "mask_token_id", settings),
+        block_size=block_size,
+        smaller_blocks=tuple(smaller),
+    )
+
+
+def _body(config: ConfigReader, *, embedding_scale: float = 1.0, logit_softcap: float | None = None) -> DecoderSpec:
+    fit.check_rope(config)
+    fields = common_fields(config)
+    bias = config.flag("attention_bias", False)
+    layers = make_layers(config, head_dim=fields["head_dim"], window=fit.windows(config))
+    # Whether the drafter has a head of its own shows in its tensors; the target's is never tied to its embedding.
+    fields["tied_head"] = False
+    return DecoderSpec(
+        family="DFlash",
+        layers=layers,
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        embedding_scale=embedding_scale,
+        logit_softcap=logit_softcap,
+        **fields,
+    )
+
+
+def _number(config: ConfigReader, fields: ConfigReader, name: str, default: float) -> float:
+    return (fields if fields.has(name) else config).number(name, default)
+
+
+def _load(opened: OpenedDrafter, spec: DFlashSpec, settings: DrafterSettings) -> DFlash:
+    files, body = opened.files, spec.body
+    draft_vocab_size = files.config.integer("draft_vocab_size", body.vocab_size)
+    vocabulary = fit.draft_vocabulary(files, draft_vocab_size, settings)
+    hidden = body.hidden_size
+    layout: Layout = {
+        "fuse": whole("fc.weight", (hidden, hidden * len(spec.taps))),
+        "context_norm": whole("hidden_norm.weight", (hidden,)),
+        "final_norm": whole("norm.weight", (hidden,)),
+        **fit.own_tensors(files, body, draft_vocab_size, settings),
+    }
+    for number, layer in enumerate(body.layers):
+        layout |= layer_layout(body, layer, f"layers.{number}", f"layers.{number}")
+    filled = files.fill(layout, settings, what="a DFlash drafter", harmless=lambda name: name in HARMLESS)
+    head = fit.head_of(filled, settings)
+    if "head.weight" not in filled:
+        frequent = read_frequent(files.path, settings)
+        if frequent is not None:
+            head, vocabulary = limit_to(frequent, head, settings)
+    elif settings.draft_vocab_size:
+        raise ConfigError(
+            f"speculative_config: draft_vocab_size is {settings.draft_vocab_size}, but {files.path} has a head of its "
+            "own, which fixes its tokens; leave draft_vocab_size out"
+        )
+    parameters = DFlashParameters(
+        body=DecoderParameters(
+            embedding=fit.embedding_of(filled, settings),
+            layers=layers_from(body.layers, filled),
+            final_norm=filled["final_norm"],
+            head=head,
+        ),
+        fuse=Linear(weight=filled["fuse"]),
+        context_norm=filled["context_norm"],
+        vocabulary=vocabulary,
+    )
+    return DFlash(spec, parameters, settings, name=opened.name, fingerprint=settings.fingerprint(opened.fingerprint))
+
+
+DFLASH = DrafterMethod(
+    name="dflash",
+    title="DFlash",
+    archetype=ARCHETYPES["block_from_taps"],
+    load=lambda config, settings: load_dflash(named_checkpoint(config, settings), settings),
+    options=frozenset({"model", "draft_vocab_size", "pack_weights", "draft_confidence"}),
+    usual_k=7,
+    recognises=is_dflash,
+    layer_ids=written_ids,
+    training=Training.BLOCK,
+)

@@ -1,6 +1,6 @@
-"""Prompt look-up: what followed the last few tokens when they occurred before, will follow again.
+"""Prompt look-up: proposes the tokens that followed the last few tokens when these occurred before.
 
-Each request has an index from n-grams to the place after their latest occurrence, extended as tokens are
+Each request has an index from n-grams to the position after their latest occurrence, extended as tokens are
 committed, so that a step costs the same however long the text is.
 """
 
@@ -10,23 +10,24 @@ from array import array
 from collections.abc import Sequence
 
 from outrider.errors import ConfigError
+from outrider.kv.archetypes import ARCHETYPES, DrafterShape, lookup
 from outrider.kv.checked import whole_number
 from outrider.speculative.drafter import Drafter, ProposeRow
-from outrider.speculative.footprints import DrafterShape, footprint_for
+from outrider.speculative.method import DrafterMethod
 
 
 class NgramIndex:
-    """Latest occurrences of the n-grams of one text."""
+    """The latest occurrences of the n-grams of one text."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
-        """n-gram -> the position after its latest occurrence that is followed by something."""
+        """For each n-gram, the position after its latest occurrence that is followed by another token."""
         self._indexed = 0
-        """n-grams that end before this position are in the index."""
+        """All n-grams that end before this position are in the index."""
 
     def follow(self, tokens: array[int], count: int) -> list[int]:
-        """The next tokens, if the longest n-gram at the end of the text occurred before."""
+        """Returns the tokens that followed the longest n-gram at the end of the text when it occurred before."""
         self._extend(tokens)
         end = len(tokens)
         for size in self._sizes:
@@ -38,7 +39,7 @@ class NgramIndex:
         return []
 
     def _extend(self, tokens: array[int]) -> None:
-        """Index everything but the n-grams at the very end, which nothing follows yet."""
+        """Indexes all n-grams but those at the very end, which no token follows yet."""
         last = len(tokens) - 1
         for end in range(self._indexed + 1, last + 1):
             for size in self._sizes:
@@ -48,7 +49,7 @@ class NgramIndex:
 
     @staticmethod
     def _continuation(tokens: array[int], source: int, count: int) -> list[int]:
-        """Copy from `source`. Past the end of the text the copy goes on reading itself: a short period repeats."""
+        """Copies `count` tokens from `source`; past the end of the text the copy repeats what it has copied."""
         known = tokens[source : source + count].tolist()
         period = len(tokens) - source
         for place in range(len(known), count):
@@ -62,13 +63,13 @@ class NgramDrafter(Drafter):
         whole_number(longest, "prompt_lookup_max", at_least=1)
         if shortest > longest:
             raise ConfigError(f"prompt_lookup_min ({shortest}) must not exceed prompt_lookup_max ({longest})")
-        self.footprint = footprint_for("ngram", DrafterShape())
+        self.footprint = lookup("ngram", DrafterShape())
         self._shortest, self._longest = shortest, longest
         self._indexes: dict[str, NgramIndex] = {}
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         drafts = []
-        for request, _v, k in rows:
+        for request, _v, k, _tap_row in rows:
             index = self._indexes.get(request.id)
             if index is None:
                 index = self._indexes[request.id] = NgramIndex(self._shortest, self._longest)
@@ -77,3 +78,12 @@ class NgramDrafter(Drafter):
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
+
+
+NGRAM = DrafterMethod(
+    name="ngram",
+    title="n-gram look-up",
+    archetype=ARCHETYPES["lookup"],
+    load=lambda config, settings: NgramDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max),
+    options=frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
+)

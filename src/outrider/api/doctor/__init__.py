@@ -1,1 +1,0 @@
-"""What `outrider doctor` looks at: the environment, the model, and whether speculation changes anything."""

@@ -1,0 +1,1 @@
+"""Kernels: one per file, each with a plain reference that it is tested against."""

@@ -1,0 +1,1 @@
+"""The reference backend: plain PyTorch on any device. It defines what is correct."""

@@ -1,0 +1,1 @@
+"""The `outrider` command line: `main` is the entry point, and `app` joins the sub-commands, one module each."""

@@ -1,1 +1,0 @@
-"""Grammars at work: compiled in a process of their own, and followed token by token."""

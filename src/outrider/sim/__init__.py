@@ -1,6 +1,0 @@
-"""A deterministic simulation: the real scheduler, KV manager and transfer logic, under faults."""
-
-from outrider.sim.scenario import Scenario, draw
-from outrider.sim.world import Result, World
-
-__all__ = ["Result", "Scenario", "World", "draw"]

@@ -1,0 +1,1 @@
+"""Structured output: an adapter between our requests and llguidance, which computes the tokens that may come next."""

@@ -1,0 +1,136 @@
+"""The contestants of `outrider bench decode`, and the result of one run of each."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.backends.torch_threads import torch_threads
+from outrider.config import SpeculativeConfig
+from outrider.engine.engine import Engine
+from outrider.sampling import SamplingParams
+
+
+class Run(NamedTuple):
+    """Result of one run of one contestant."""
+
+    seconds: float
+    first_token_s: float
+    """Time until every request has its first token."""
+    steps_s: list[float]
+    """Durations of the decoding steps; steps that compute prompts are left out."""
+    tokens: list[list[int]]
+    tokens_per_step: float
+    """Tokens that each request gains per step; 1 without speculation."""
+    acceptance_length: float | None
+    """Mean over the steps that verified drafts; None if no step did, or if the contestant does not count them."""
+
+
+class Contestant(ABC):
+    name: str
+
+    def takes(self, batch: int) -> bool:
+        return True
+
+    @abstractmethod
+    def run(self, prompts: Sequence[list[int]], tokens: int) -> Run: ...
+
+
+class OutriderContestant(Contestant):
+    def __init__(self, name: str, engine: Engine, *, speculate: bool) -> None:
+        self.name = name
+        self.engine = engine
+        self._speculate = speculate
+
+    @property
+    def draft_kv_ratio(self) -> float:
+        """Bytes of the drafter's KV for each byte of the target's."""
+        groups, targets = self.engine.scheduler.kv.layout.groups, self.engine.scheduler.kv.layout.num_target
+        sizes = [group.slot_bytes for group in groups]
+        return sum(sizes[targets:]) / sum(sizes[:targets])
+
+    def run(self, prompts: Sequence[list[int]], tokens: int) -> Run:
+        engine = self.engine
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        drafts, accepted = engine.speculation.drafts, engine.speculation.accepted_tokens
+        steps: list[float] = []
+        first = 0.0
+        started = before = perf_counter()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, params, speculate=self._speculate)
+        outputs = [engine.output(str(number)) for number in range(len(prompts))]
+        while engine.has_work:
+            engine.step()
+            now = perf_counter()
+            if first:
+                steps.append(now - before)
+            elif all(output.outputs[0].token_ids for output in outputs):
+                first = now - started
+            before = now
+        drafts, accepted = engine.speculation.drafts - drafts, engine.speculation.accepted_tokens - accepted
+        return Run(
+            seconds=before - started,
+            first_token_s=first,
+            steps_s=steps,
+            tokens=[output.outputs[0].token_ids for output in outputs],
+            tokens_per_step=len(prompts) * tokens / sum(output.metrics.steps for output in outputs),
+            acceptance_length=1 + accepted / drafts if drafts else None,
+        )
+
+
+class TransformersContestant(Contestant):
+    def __init__(self, name: str, reference: Any, threads: int, *, lookup: SpeculativeConfig | None = None) -> None:
+        self.name = name
+        self._reference = reference
+        self._threads = threads
+        self._lookup = lookup
+
+    def takes(self, batch: int) -> bool:
+        # Prompt lookup in Transformers takes one text at a time.
+        return self._lookup is None or batch == 1
+
+    def run(self, prompts: Sequence[list[int]], tokens: int) -> Run:
+        generation: Any = importlib.import_module("transformers").GenerationConfig
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": None}
+        if self._lookup is not None:
+            settings["prompt_lookup_num_tokens"] = self._lookup.num_speculative_tokens
+            settings["max_matching_ngram_size"] = self._lookup.prompt_lookup_max
+        config = generation(pad_token_id=0, **settings)
+        ids = torch.tensor(prompts, device=self._reference.device)
+        clock = StepClock()
+        with torch.inference_mode(), torch_threads(self._threads):
+            started = perf_counter()
+            output = self._reference.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock
+            )
+            texts = output[:, ids.shape[1] :].tolist()
+            seconds = perf_counter() - started
+        # The first call hands over the prompt, the second the first token.
+        times = clock.times[1:]
+        return Run(
+            seconds=seconds,
+            first_token_s=times[0] - started,
+            steps_s=[later - earlier for earlier, later in pairwise(times)],
+            tokens=texts,
+            tokens_per_step=tokens / len(times),
+            acceptance_length=None,
+        )
+
+
+class StepClock:
+    """A streamer that Transformers calls with each step's tokens, to note the time."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,120 @@
+"""Runs each mutation against scenarios that can exercise it, to see which invariant reports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.kv.footprint import Proposing
+from outrider.tools.sim.campaign import run_scenario
+from outrider.tools.sim.mutation_table import Mutation
+from outrider.tools.sim.scenario import WEIGHTS, Scenario, draw
+from outrider.tools.sim.world import Failure
+
+MOST_SCENARIOS = 1000
+"""Number of scenarios tried for one mutation before it counts as missed."""
+
+
+def traits(scenario: Scenario) -> frozenset[str]:
+    """Returns what a scenario can exercise, in the words that mutations use."""
+    layout = scenario.layout()
+    footprint = layout.footprint
+    drafting = any(request.k for request in scenario.requests)
+    windows = [group.window for group in (*scenario.target, *scenario.draft) if group.window]
+    found = {
+        "drafts": bool(footprint.groups) and drafting,
+        "block": footprint.proposing is Proposing.BLOCK and drafting,
+        "taps": bool(footprint.taps) and drafting,
+        "reach": footprint.token_reach > 0,
+        "keeps": footprint.keeps_accepted and drafting,
+        "limit": footprint.max_len is not None,
+        "shared_arena": bool(
+            {spec.page_bytes for spec in layout.target} & {spec.page_bytes for spec in footprint.groups}
+        ),
+        "sliding": any(group.window for group in scenario.target),
+        "sliding_drafts": any(group.window for group in scenario.draft) and drafting,
+        "split": scenario.split,
+        "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
+        "ends": bool(windows) and scenario.retention != "dense" and scenario.prefix_caching,
+        "tier": scenario.tier_probability > 0 or scenario.host_probability > 0,
+        "host_tier": bool(windows) and scenario.host_probability > 0,
+        "remote_tier": bool(windows) and scenario.tier_probability > 0,
+        "loads": scenario.split or scenario.tier_probability > 0 or scenario.host_probability > 0,
+        "transfer_faults": scenario.transfer_faults > 0,
+        "in_flight": scenario.step_in_flight,
+        "abort": any(fault.kind == "abort" for fault in scenario.faults),
+        "fork": any(request.n > 1 for request in scenario.requests) and not scenario.split,
+        "salt": len({request.salt for request in scenario.requests}) > 1,
+        "adapter": len({request.adapter for request in scenario.requests}) > 1,
+        "media": any(request.media for request in scenario.requests),
+        # Small pages, long drafts, and none to spare: a request that loses its drafter has pages left over.
+        "surplus": scenario.arena_slack < 1
+        and all(1 < group.page_tokens < 5 for group in scenario.target)
+        and any(request.k > 3 for request in scenario.requests),
+        "tight": scenario.arena_slack < 1,
+    }
+    return frozenset(name for name, holds in found.items() if holds)
+
+
+@dataclass(frozen=True)
+class MutationResult:
+    mutation: Mutation
+    invariant: str | None
+    """The invariant of the first failure, or None if there was none."""
+    steps: int
+    index: int
+    """Index of the scenario that caught the mutation, or -1."""
+    tried: int
+    message: str
+
+    @property
+    def caught(self) -> bool:
+        return self.invariant == self.mutation.invariant
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.mutation.name,
+            "caught": self.caught,
+            "expected_invariant": self.mutation.invariant,
+            "invariant": self.invariant,
+            "steps": self.steps,
+            "lineage": self.mutation.lineage or None,
+            "scenario": self.index,
+            "scenarios_tried": self.tried,
+            "message": self.message,
+        }
+
+
+def try_mutation(mutation: Mutation, seed: int) -> MutationResult:
+    """Look for a scenario in which the mutation breaks the invariant it is meant to, and that passes without it.
+
+    Only a violation that the sanitizer reports counts. A crash, a wrong token or another invariant is noted,
+    and the search goes on.
+    """
+    tried = 0
+    missed = MutationResult(mutation, None, 0, -1, 0, "no scenario noticed it")
+    for index in range(10 * MOST_SCENARIOS):
+        scenario = draw(seed, index)
+        if not mutation.needs <= traits(scenario):
+            continue
+        if tried == MOST_SCENARIOS:
+            break
+        tried += 1
+        failure = _first_failure(mutation, scenario)
+        if failure is None:
+            continue
+        result = MutationResult(mutation, failure.invariant, failure.step, index, tried, failure.message)
+        if not result.caught:
+            missed = result if missed.index < 0 else missed
+        elif run_scenario(scenario).failure is None:
+            return result
+    return missed
+
+
+def _first_failure(mutation: Mutation, scenario: Scenario) -> Failure | None:
+    with mutation.applied():
+        try:
+            failure = run_scenario(scenario).failure
+        except Exception as crash:
+            return Failure("crash", None, f"crashed instead: {type(crash).__name__}: {crash}", 0)
+    return failure
