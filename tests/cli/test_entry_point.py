@@ -61,6 +61,19 @@ def test_ctrl_c_ends_a_command_quietly(command: str) -> None:
         assert process.returncode in (130, *done_in_time), delay_s
 
 
+def test_ctrl_c_while_the_interpreter_shuts_down_keeps_the_status_of_the_command() -> None:
+    code = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from outrider.cli import app; app.run = lambda: None\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, process_id=os.getpid(), number=signal.SIGINT): kill(process_id, number)\n"
+        "late = Late()\n"
+        "from outrider.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_the_handler_is_installed_before_anything_heavy_is_imported() -> None:
     code = (
         "import sys, outrider.cli.main\n"

@@ -4,6 +4,7 @@ Importing the commands takes most of a second, and an interrupt in the middle of
 code that is being imported. This module therefore imports next to nothing before it installs its signal handler.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ def main() -> None:
     if listens:
         signal.signal(signal.SIGINT, _exit_at_once)
         sys.unraisablehook = _unraisable
+        # The callback that is registered first runs last. After it the interpreter would restore the default action,
+        # by which a late Ctrl-C replaces the status of a command that has already ended.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     from outrider.cli.app import run
 
     try:
