@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_quantised_matrices_are_read_and_put_in_order(kind: Kind, tmp_path: Path
             stored = gguf.quantize(parameter.detach().numpy(), kind)
             parameter.data = torch.from_numpy(np.array(gguf.dequantize(stored, kind)))
     check_parameters(load_model(str(path), dtype=torch.float32).parameters, model)
+
+
+def test_a_file_is_unmapped_as_soon_as_its_model_is_loaded(tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "tiny.gguf", "llama")[1]
+    gc.disable()
+    try:
+        model = load_model(str(path), dtype=torch.float32)
+        assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    finally:
+        gc.enable()
+    assert model.path == path
 
 
 def random_blocks(kind: Kind, rows: int, columns: int) -> np.ndarray:

@@ -85,7 +85,7 @@ def test_an_engine_that_is_killed_is_replaced_and_everybody_is_told(server: Runn
     assert client.completions.create(model="tiny", prompt="Hi", max_tokens=3).usage.completion_tokens == 3
 
 
-def test_a_text_process_that_somebody_ends_is_replaced_and_nobody_notices(server: RunningServer) -> None:
+def test_a_text_process_that_was_killed_is_replaced_without_an_error(server: RunningServer) -> None:
     texts = server.children()["text_process"]
     for process in texts:
         os.kill(process, signal.SIGKILL)
@@ -158,7 +158,7 @@ def test_a_server_between_two_attempts_to_start_its_engine_can_be_ended(server: 
 
 def test_processes_end_with_the_front_end(server: RunningServer) -> None:
     others = [pid for pids in server.children().values() for pid in pids]
-    assert len(others) == 3
+    assert len(others) == 2
     server.process.kill()
     server.process.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others))

@@ -85,7 +85,11 @@ class GGUFCheckpoint(Checkpoint):
         }
         self.tensors: Mapping[str, StoredTensor] = {
             name: StoredTensor(
-                tensor.shape, tensor.stop - tensor.start, tensor.kind.name, partial(self._rows, name, tensor)
+                tensor.shape,
+                tensor.stop - tensor.start,
+                tensor.kind.name,
+                # Not a method: a checkpoint that its own tensors refer to would keep the file mapped after loading.
+                partial(_stored_rows, self.file.data, tensor, self._interleaved_heads(name)),
             )
             for name, tensor in ((name, self.file.tensors[stored]) for name, stored in self._stored_names.items())
         }
@@ -101,23 +105,12 @@ class GGUFCheckpoint(Checkpoint):
             destination.copy_(self.tensor(name, destination.dtype))
             return
         tensor = self.file.tensors[self._stored_names[name]]
-        rows = self._rows(name, tensor)
+        rows = _stored_rows(self.file.data, tensor, self._interleaved_heads(name))
         # A destination of several experts may have gaps between experts, but the rows of each are contiguous.
         matrices = [destination] if destination.dim() < 3 else list(destination)
         height = rows.shape[0] // len(matrices)
         for number, matrix in enumerate(matrices):
             _dequantise_rows(rows[number * height : (number + 1) * height], tensor, matrix)
-
-    def _rows(self, name: str, tensor: GGUFTensor) -> Bytes:
-        """Returns the stored bytes in Hugging Face's order: one row for each row of a matrix or element of a vector."""
-        rows = prod(tensor.shape[:-1] or tensor.shape)
-        stored = self.file.data[tensor.start : tensor.stop].reshape(rows, -1)
-        heads = self._interleaved_heads(name)
-        if heads is None:
-            return stored
-        # Blocks never span rows, so rows can be put in order before they are dequantised.
-        half = rows // heads // 2
-        return np.ascontiguousarray(stored.reshape(heads, half, 2, -1).swapaxes(1, 2)).reshape(rows, -1)
 
     def _interleaved_heads(self, name: str) -> int | None:
         if not self.recipe.gguf_interleaved_heads:
@@ -126,6 +119,17 @@ class GGUFCheckpoint(Checkpoint):
         if match is None:
             return None
         return int(self.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
+
+
+def _stored_rows(data: Bytes, tensor: GGUFTensor, interleaved_heads: int | None) -> Bytes:
+    """Returns the stored bytes in Hugging Face's order: one row for each row of a matrix or element of a vector."""
+    rows = prod(tensor.shape[:-1] or tensor.shape)
+    stored = data[tensor.start : tensor.stop].reshape(rows, -1)
+    if interleaved_heads is None:
+        return stored
+    # Blocks never span rows, so rows can be put in order before they are dequantised.
+    half = rows // interleaved_heads // 2
+    return np.ascontiguousarray(stored.reshape(interleaved_heads, half, 2, -1).swapaxes(1, 2)).reshape(rows, -1)
 
 
 def _dequantise_rows(rows: Bytes, tensor: GGUFTensor, destination: Tensor) -> None:

@@ -28,13 +28,15 @@ MODULE = "outrider.server.text_process"
 
 
 class TextPool:
-    """Hands each order to an idle process, and waits if there is none."""
+    """Hands each order to an idle process, starts another if all are busy, and waits once there are enough of them."""
 
     def __init__(self, facts: TextFacts, *, processes: int, limit_s: float) -> None:
         self._setup = framed(facts)
         self._count = processes
         self._limit_s = limit_s
-        self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
+        # The process that was used last is used next, so that those at the bottom, which are None until there is work
+        # for them, are started only when the others are busy.
+        self._idle: asyncio.LifoQueue[Process | None] = asyncio.LifoQueue()
         self._all: set[Process] = set()
         self._running: set[asyncio.Task[TextAnswer]] = set()
         self._closed = False
@@ -42,8 +44,9 @@ class TextPool:
         """Number of orders that took too long."""
 
     async def start(self) -> None:
-        for process in await asyncio.gather(*(self._spawn() for _ in range(self._count))):
-            self._idle.put_nowait(process)
+        for _ in range(self._count - 1):
+            self._idle.put_nowait(None)
+        self._idle.put_nowait(await self._spawn())
 
     async def _spawn(self) -> Process:
         # In a session of its own, since Ctrl-C in a terminal is for the front end.

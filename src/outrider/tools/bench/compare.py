@@ -1,4 +1,4 @@
-"""Two commits measured side by side: decoding, prompts, scheduler and KV manager, memory of an idle server.
+"""Two commits measured side by side: decoding, prompts, scheduler and KV manager, memory of a server.
 
 The commits take turns within one run (A B, B A, A B, …), seconds apart, so that a slow minute of the machine touches
 both alike. Each pair of turns yields one ratio; the ratio that is reported is the median of the pairs, and the spread
@@ -27,6 +27,7 @@ from outrider.errors import OutriderError
 from outrider.tools.bench.busy import OtherLoad, how_busy, usable_cores
 from outrider.tools.bench.checkouts import Checkout, Worker, checkouts, git
 from outrider.tools.bench.comparison import BASE, HEAD, Comparison, table
+from outrider.tools.bench.http_client import Client
 from outrider.tools.bench.process_memory import tree_memory_mb
 from outrider.tools.bench.server_process import ServerProcess
 from outrider.tools.bench.texts import PROSE, QUESTIONS
@@ -154,17 +155,41 @@ def _measure_kv(number: int, sides: Mapping[str, Checkout], comparison: Comparis
 
 
 def _measure_memory(plan: Plan, number: int, sides: Mapping[str, Checkout], comparison: Comparison) -> None:
-    memory = {}
+    idle, used = {}, {}
     options = [] if plan.model is None else ["--model", plan.model]
     for side in sides_in_order(number):
         server = ServerProcess(options, environment=sides[side].environment)
         try:
             server.wait_ready()
             sleep(IDLE_S)
-            memory[side] = tree_memory_mb(server.process.pid)
+            idle[side] = tree_memory_mb(server.process.pid)
+            _ask_for_json(server, sides[side])
+            sleep(IDLE_S)
+            used[side] = tree_memory_mb(server.process.pid)
         finally:
             server.stop()
-    comparison.add("memory of an idle server", "MB", memory, more_is_better=False)
+    comparison.add("memory of an idle server", "MB", idle, more_is_better=False)
+    comparison.add("memory of a server after JSON", "MB", used, more_is_better=False)
+
+
+def _ask_for_json(server: ServerProcess, side: Checkout) -> None:
+    """Asks for JSON that obeys a schema, which needs everything that a server may load or start after its start."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
+    client = Client(server.url)
+    try:
+        _, models = client.get("/v1/models")
+        question = {
+            "model": json.loads(models)["data"][0]["id"],
+            "messages": [{"role": "user", "content": "Name a river."}],
+            "max_tokens": 64,
+            "temperature": 0,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "river", "schema": schema}},
+        }
+        status, answer = client.post("/v1/chat/completions", question)
+    finally:
+        client.close()
+    if status != 200:
+        raise side.failed("a request for JSON", json.dumps(answer))
 
 
 # ---- the command -----------------------------------------------------------------------------------
