@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,24 @@ class Checkout:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(self.path / "src"), "COLUMNS": "1000"}
 
+    def missing_packages(self) -> list[str]:
+        """Packages that this commit's pyproject.toml names, extras included, and that are not installed."""
+        project = tomllib.loads((self.path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        wanted = [*project.get("dependencies", ()), *chain(*project.get("optional-dependencies", {}).values())]
+        names = {re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in wanted}
+        return sorted(name for name in names if not _is_installed(name))
+
     def failed(self, what: str, log: str) -> ConfigError:
         last = "\n".join(log.strip().splitlines()[-8:])
         return ConfigError(f"{what} failed with {self.side.upper()} ({self.commit[:9]}); it ended with:\n{last}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def git(*arguments: str) -> str:

@@ -234,6 +234,10 @@ def run(given: Sequence[str] | None = None) -> int:
         model=arguments.model,
     )
     with checkouts({BASE: arguments.base, HEAD: arguments.head}) as sides:
+        for side, checkout in sides.items():
+            if missing := checkout.missing_packages():
+                notes.append(f"{side.upper()} is measured without {', '.join(missing)}, which pip can install")
+                _note(notes[-1])
         comparison = measure(plan, sides, lambda what: print(what, file=sys.stderr))
         commits = {side: checkout.commit for side, checkout in sides.items()}
     print(f"BASE {commits[BASE][:9]}, HEAD {commits[HEAD][:9]}; ratios above 1 are better")
