@@ -56,7 +56,7 @@ def test_what_is_refused_for_now_is_told_apart(sockets: Sockets, monkeypatch: py
     assert told == [
         Refused(request_id="a", message="later", is_for_now=True),
         Refused(request_id="b", message="never"),
-        Refused(request_id="c", message="ZeroDivisionError: a bug", is_ours=True),
+        Refused(request_id="c", message="ZeroDivisionError: a bug", is_engine_fault=True),
     ]
 
 

@@ -58,7 +58,7 @@ def test_leaving_a_job_aborts_what_still_runs_and_frees_its_places() -> None:
     [
         (Refused(request_id="a", message="no"), 400, None),
         (Refused(request_id="a", message="no", is_for_now=True), 503, "2"),
-        (Refused(request_id="a", message="no", is_ours=True), 500, None),
+        (Refused(request_id="a", message="no", is_engine_fault=True), 500, None),
     ],
 )
 def test_a_refusal_says_whether_to_try_again(refused: Refused, status: int, retry_after: str | None) -> None:

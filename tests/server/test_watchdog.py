@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.server.front.watchdog import START_LIMIT_S, Watchdog
-from outrider.server.messages import Alive
+from outrider.server.messages import Pong
 
 
 def ready(limit_s: float) -> Watchdog:
@@ -13,7 +13,7 @@ def ready(limit_s: float) -> Watchdog:
     return watchdog
 
 
-def seconds_until_hung(watchdog: Watchdog, *answers: Alive) -> int:
+def seconds_until_hung(watchdog: Watchdog, *answers: Pong) -> int:
     """With one of the answers each second, and none after them; at most 1000."""
     for second in range(1000):
         if second < len(answers):
@@ -24,9 +24,9 @@ def seconds_until_hung(watchdog: Watchdog, *answers: Alive) -> int:
 
 
 def test_steps_are_progress_and_so_is_having_nothing_to_do() -> None:
-    busy = [Alive(steps=step, has_work=True) for step in range(30)]
-    idle = [Alive(steps=7, has_work=False)] * 30
-    stuck = [Alive(steps=7, has_work=True)] * 30
+    busy = [Pong(steps=step, has_work=True) for step in range(30)]
+    idle = [Pong(steps=7, has_work=False)] * 30
+    stuck = [Pong(steps=7, has_work=True)] * 30
     assert seconds_until_hung(ready(10)) == 10
     assert seconds_until_hung(ready(10), *busy) == 39
     assert seconds_until_hung(ready(10), *idle) == 39

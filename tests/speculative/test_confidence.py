@@ -165,12 +165,12 @@ def test_without_a_number_the_drafter_makes_as_many_drafts_as_it_was_trained_for
     case.save(tmp_path, target)
     drafter = case.load(tmp_path, target, settings_for(target, page_tokens=8))
     by_itself = engine_over(drafter, target, case.method)
-    assert by_itself.k == drafter.usual_k == drafter.footprint.block_rows - 1
+    assert by_itself.k == drafter.default_k == drafter.footprint.block_rows - 1
     assert by_itself.runner.least_confidence == by_itself.runner.backend.draft_confidence
     told = engine_over(drafter, target, case.method, num_speculative_tokens=2)
     assert (told.k, told.runner.least_confidence) == (2, 0.0)
     both = engine_over(drafter, target, case.method, draft_confidence=0.5)
-    assert (both.k, both.runner.least_confidence) == (drafter.usual_k, 0.5)
+    assert (both.k, both.runner.least_confidence) == (drafter.default_k, 0.5)
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, 2, float("nan"), True, "0.5"])

@@ -202,7 +202,7 @@ def test_what_is_no_proposal_is_refused_with_the_drafters_name(found: object, wo
     [
         ({"archetype": "heads"}, "archetype must be"),
         ({"load": None}, "load must be a function"),
-        ({"usual_k": 0}, "usual_k"),
+        ({"trained_k": 0}, "trained_k"),
         ({"options": frozenset({"modle"})}, "options must be fields"),
     ],
 )

@@ -41,7 +41,7 @@ def speculation_of(
         fields[name] = value
     if "method" not in fields:
         raise ConfigError(f"no drafting method is given; choose one with --method: {', '.join(method_names())}")
-    fields.setdefault("num_speculative_tokens", drafting_method(fields["method"]).usual_k)
+    fields.setdefault("num_speculative_tokens", drafting_method(fields["method"]).trained_k)
     # These commands measure what the drafter can do, not what is fastest on this machine.
     fields.setdefault("draft_vocab_size", 0)
     return SpeculativeConfig(**fields)

@@ -127,7 +127,7 @@ def build_engine(
             )
             with backend.exclusive_threads():
                 drafter = load_drafter(speculation, drafter_settings)
-        k = k or min(drafter.usual_k, limit - 1)
+        k = k or min(drafter.default_k, limit - 1)
         least_confidence = _least_confidence(speculation, backend)
     if drafter is not None and 0 < drafter.footprint.block_rows > config.max_num_batched_tokens - 2:
         raise ConfigError(

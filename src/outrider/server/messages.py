@@ -1,7 +1,7 @@
 """Messages between the front end and the engine process: typed, as MessagePack, one message per ZMQ frame.
 
-    front end ──Submit, Abort, ResetCache, LookAtPages, AreYouAlive, Stop──▶ engine process
-    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Alive── engine process
+    front end ──Submit, Abort, ResetCache, LookAtPages, Ping, Stop──▶ engine process
+    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Pong── engine process
 
 Nothing is ever unpickled: the decoder refuses a frame that is none of these messages.
 """
@@ -61,7 +61,7 @@ class LookAtPages(Message, frozen=True, kw_only=True):
     call: int
 
 
-class AreYouAlive(Message, frozen=True, kw_only=True):
+class Ping(Message, frozen=True, kw_only=True):
     pass
 
 
@@ -69,7 +69,7 @@ class Stop(Message, frozen=True, kw_only=True):
     pass
 
 
-ToEngine = Submit | Abort | ResetCache | LookAtPages | AreYouAlive | Stop
+ToEngine = Submit | Abort | ResetCache | LookAtPages | Ping | Stop
 
 
 # ---- to the front end ------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Accepted(Message, frozen=True, kw_only=True):
 class Refused(Message, frozen=True, kw_only=True):
     request_id: str
     message: str
-    is_ours: bool = False
+    is_engine_fault: bool = False
     """Whether the engine failed, so that nothing may be wrong with the request."""
     is_for_now: bool = False
     """Whether the same request may be served later."""
@@ -168,7 +168,7 @@ class Ending(Record, frozen=True, kw_only=True):
     speculation: SpeculationCounts
     prompt_logprobs: list[Scored | None] | None = None
     error: str | None = None
-    is_ours: bool = True
+    is_engine_fault: bool = True
     """Whether the engine caused the error, and not the request's own settings."""
 
 
@@ -257,15 +257,15 @@ class Pages(Message, frozen=True, kw_only=True):
     """Recent hits of each tenant, the latest first."""
 
 
-class Alive(Message, frozen=True, kw_only=True):
-    """The answer to AreYouAlive, sent between two steps."""
+class Pong(Message, frozen=True, kw_only=True):
+    """The answer to Ping, sent between two steps."""
 
     steps: int
     """Number of steps so far."""
     has_work: bool
 
 
-ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Alive
+ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

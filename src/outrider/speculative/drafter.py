@@ -187,7 +187,7 @@ class Drafter:
     footprint: KVFootprint
     layer_groups: LayerGroups | None = None
     """The drafter's layers in their KV groups; None for a drafter without KV."""
-    usual_k: int = 4
+    default_k: int = 4
     """Number of drafts per step if the user does not choose one."""
 
     def bind(self, services: DraftServices) -> None:

@@ -44,7 +44,7 @@ class DrafterMethod:
     load: Callable[[SpeculativeConfig, DrafterSettings], Drafter]
     options: frozenset[str] = frozenset()
     """Fields of SpeculativeConfig that it takes besides COMMON_OPTIONS. All others are refused if they are set."""
-    usual_k: int = 4
+    trained_k: int = 4
     """Number of drafts that public checkpoints of this kind were trained to make."""
     recognises: Callable[[DrafterFiles], bool] | None = None
     """Whether a directory of safetensors is a checkpoint of this kind; None if it has no checkpoint of its own."""
@@ -60,7 +60,7 @@ class DrafterMethod:
         wrong = {
             "archetype must be one of kv.archetypes.ARCHETYPES": not isinstance(self.archetype, Archetype),
             "load must be a function of (SpeculativeConfig, DrafterSettings)": not callable(self.load),
-            "usual_k must be at least 1": self.usual_k < 1,
+            "trained_k must be at least 1": self.trained_k < 1,
             f"options must be fields of SpeculativeConfig: {', '.join(sorted(known))}": not self.options <= known,
         }
         for requirement, broken in wrong.items():

@@ -41,7 +41,7 @@ class Medusa(Drafter):
         # `outrider doctor` has drafters read other layers, to find out which ones are right.
         taps = fit.chosen_taps((len(target.spec.layers) - 1,), settings)
         self.footprint = heads("medusa", DrafterShape(taps=taps, fingerprint=fingerprint))
-        self.usual_k = len(blocks)
+        self.default_k = len(blocks)
 
     def bind(self, services: DraftServices) -> None:
         self._services = services

@@ -126,6 +126,6 @@ def _with_ending(delta: Delta, output: RequestOutput, arrival_s: float) -> Delta
         speculation=metrics.speculation,
         prompt_logprobs=None if prompt is None else [None if one is None else scored([one])[0] for one in prompt],
         error=output.error,
-        is_ours=not output.error_is_callers,
+        is_engine_fault=not output.error_is_callers,
     )
     return msgspec.structs.replace(delta, ending=ending)

@@ -18,8 +18,8 @@ from outrider.server.engine_process.facts import RecentHits, counters_of, facts_
 from outrider.server.messages import (
     Abort,
     Accepted,
-    Alive,
-    AreYouAlive,
+    Pong,
+    Ping,
     CacheWasReset,
     Delta,
     LookAtPages,
@@ -92,9 +92,9 @@ class EngineLoop:
                 self._send(CacheWasReset(call=call))
             case LookAtPages(call=call):
                 self._send(pages_of(self._engine, call, self._hits))
-            case AreYouAlive():
+            case Ping():
                 steps = self._engine.scheduler.kv.pool.last_completed + 1
-                self._send(Alive(steps=steps, has_work=self._engine.has_work))
+                self._send(Pong(steps=steps, has_work=self._engine.has_work))
             case Stop():
                 self._stopped = True
 
@@ -125,7 +125,7 @@ class EngineLoop:
             logger.error("request %s could not be started", name, exc_info=error)
         message = f"{type(error).__name__}: {error}" if ours else str(error)
         is_for_now = isinstance(error, NotNowError)
-        self._send(Refused(request_id=name, message=message, is_ours=ours, is_for_now=is_for_now))
+        self._send(Refused(request_id=name, message=message, is_engine_fault=ours, is_for_now=is_for_now))
 
     # ---- steps -------------------------------------------------------------------------------------
 

@@ -208,7 +208,7 @@ class Answers:
             place, item = await self._next()
             assert isinstance(item, Delta)
             if item.ending is not None and item.ending.error is not None:
-                if not item.ending.is_ours:
+                if not item.ending.is_engine_fault:
                     raise Problem(item.ending.error)
                 raise Problem(
                     f"the engine could not finish this request: {item.ending.error}",
@@ -231,7 +231,7 @@ class Answers:
             ) from None
         item = arrival.item
         if isinstance(item, Refused):
-            if item.is_ours:
+            if item.is_engine_fault:
                 raise Problem(item.message, status=500, type="server_error", code="engine_error")
             if item.is_for_now:
                 raise unavailable(item.message)

@@ -27,8 +27,8 @@ from outrider.server.front.streams import OpenRequests
 from outrider.server.front.watchdog import Watchdog
 from outrider.server.messages import (
     Accepted,
-    Alive,
-    AreYouAlive,
+    Pong,
+    Ping,
     Broken,
     CacheWasReset,
     Facts,
@@ -228,7 +228,7 @@ class Supervisor:
         self._watchdog.begin()
         # The first start has no limit: the model may have to be downloaded, and the user sees its progress.
         await asyncio.wait((self.first_ready,))
-        await self._watchdog.watch(lambda: self._send(AreYouAlive()))
+        await self._watchdog.watch(lambda: self._send(Ping()))
 
     def _take(self, message: ToFront) -> None:
         match message:
@@ -242,7 +242,7 @@ class Supervisor:
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     future.set_result(message)
-            case Alive():
+            case Pong():
                 self._watchdog.answered(message)
             case Loading():
                 self.unresponsive, self.loading = False, message

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from outrider.server.messages import Alive
+from outrider.server.messages import Pong
 
 START_LIMIT_S = 300.0
 """Longest stage of loading: a kernel may take a minute to compile on a busy machine."""
@@ -41,10 +41,10 @@ class Watchdog:
     def became_ready(self) -> None:
         self._starting, self._silent_s = False, 0.0
 
-    def answered(self, alive: Alive) -> None:
-        if not alive.has_work or alive.steps != self._steps:
+    def answered(self, pong: Pong) -> None:
+        if not pong.has_work or pong.steps != self._steps:
             self._silent_s = 0.0
-        self._steps = alive.steps
+        self._steps = pong.steps
 
     def is_hung(self, elapsed_s: float) -> bool:
         """Returns whether the engine hangs; `elapsed_s` is the time since the last call."""

@@ -105,7 +105,7 @@ export class Answer {
     }
     const why = reason ?? REASONS[this.finish] ?? this.finish;
     if (why) this.summary.append(why);
-    // For whoever tests or scripts the page.
+    // For tests and scripts that drive the page.
     this.element.dataset.counts = JSON.stringify(this.counts);
     if (this.told) this.element.dataset.metrics = JSON.stringify(this.told);
   }

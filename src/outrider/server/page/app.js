@@ -69,7 +69,7 @@ function askForKey(text) {
   at("key").focus();
 }
 
-// A page that nobody sees asks for nothing.
+// A hidden page asks for nothing.
 document.addEventListener("visibilitychange", () => (document.hidden ? watching?.abort() : watch()));
 
 // ---- the conversation ---------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ function tellFailure(error) {
 }
 
 function setRunning(is) {
-  // A button that is switched off loses the focus; whoever is typing elsewhere keeps it.
+  // A button that is switched off loses the focus; a field that is being typed in keeps it.
   const free = at("composer").contains(document.activeElement) || document.activeElement === document.body;
   at("send").disabled = is;
   at("stop").disabled = !is;

@@ -72,7 +72,7 @@ export class PageMap {
       for (let page = start; page < stop; page++) {
         const letter = this.pages[page];
         if (RANK.get(letter) < RANK.get(state)) state = letter;
-        // A cached page that somebody holds now was found by a prompt.
+        // A cached page that a request holds now was found by a prompt.
         if (before[page] === "c" && (letter === "h" || letter === "s")) this.flashes.set(cell, now + FLASH_MS);
       }
       if (this.cells[cell] !== state || this.flashes.has(cell)) {

@@ -92,7 +92,7 @@ class AheadNetwork:
 
 class OneLayerAhead(Drafter):
     layer_groups: LayerGroups
-    usual_k = 5
+    default_k = 5
 
     def __init__(
         self, network: AheadNetwork, settings: DrafterSettings, *, method: str, name: str, fingerprint: str

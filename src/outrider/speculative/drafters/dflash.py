@@ -108,7 +108,7 @@ class DFlash(Drafter):
             block_rows=min(spec.rows_for(settings.most_drafts), limit),
         )
         self.footprint = block_from_taps("dflash", shape)
-        self.usual_k = spec.block_size - 1
+        self.default_k = spec.block_size - 1
         self._services: DraftServices | None = None
         self._paged: PagedDecoder | None = None
         self._feed_pass: Pass[None, None] | None = None
@@ -448,7 +448,7 @@ DFLASH = DrafterMethod(
     archetype=ARCHETYPES["block_from_taps"],
     load=lambda config, settings: load_dflash(named_checkpoint(config, settings), settings),
     options=frozenset({"model", "draft_vocab_size", "pack_weights", "draft_confidence"}),
-    usual_k=7,
+    trained_k=7,
     recognises=is_dflash,
     layer_ids=written_ids,
     training=Training.BLOCK,

@@ -58,13 +58,10 @@ class WideEntrance(Entrance):
         return wide, (normed if self.normed_residual else features)
 
 
-class Eagle(OneLayerAhead):
-    def __init__(self, network: AheadNetwork, settings: DrafterSettings, *, name: str, fingerprint: str) -> None:
-        super().__init__(network, settings, method="eagle", name=name, fingerprint=fingerprint)
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------
 
+METHODS = {1: "eagle", 3: "eagle3"}
+"""The method of each version."""
 FIRST_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 THIRD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 KNOWN_ARCHITECTURES = FIRST_ARCHITECTURES + THIRD_ARCHITECTURES
@@ -89,7 +86,7 @@ def written_ids(files: DrafterFiles) -> fit.LayerIds | None:
     return fit.LayerIds(IDS, 1) if THIRD_MARK in files.tensors else None
 
 
-def load_eagle(name: str, settings: DrafterSettings, *, version: int) -> Eagle:
+def load_eagle(name: str, settings: DrafterSettings, *, version: int) -> OneLayerAhead:
     """Loads a checkpoint by path or hub id. One that cannot belong to the target is refused before its weights are
     read."""
     opened = open_drafter(name)
@@ -99,7 +96,8 @@ def load_eagle(name: str, settings: DrafterSettings, *, version: int) -> Eagle:
         network = _first(files, settings) if version == 1 else _third(files, settings)
     except ConfigError as problem:
         raise ModelError(f"{files.config.source}: {problem}") from None
-    return Eagle(network, settings, name=opened.name, fingerprint=settings.fingerprint(opened.fingerprint))
+    fingerprint = settings.fingerprint(opened.fingerprint)
+    return OneLayerAhead(network, settings, method=METHODS[version], name=opened.name, fingerprint=fingerprint)
 
 
 def _check_version(files: DrafterFiles, version: int) -> None:
@@ -117,8 +115,9 @@ def _check_version(files: DrafterFiles, version: int) -> None:
         )
     found = 3 if THIRD_MARK in files.tensors else 1
     if found != version:
-        method = {1: "eagle", 3: "eagle3"}[found]
-        raise ModelError(f"{files.path} is a drafter of EAGLE version {found}, not {version}; use method {method!r}")
+        raise ModelError(
+            f"{files.path} is a drafter of EAGLE version {found}, not {version}; use method {METHODS[found]!r}"
+        )
 
 
 def _body(config: ConfigReader, files: DrafterFiles) -> DecoderSpec:
@@ -267,22 +266,22 @@ def _network(
 
 OPTIONS = frozenset({"model", "pack_weights", "draft_confidence"})
 EAGLE = DrafterMethod(
-    name="eagle",
+    name=METHODS[1],
     title="EAGLE",
     archetype=ARCHETYPES["chain_from_taps"],
     load=lambda config, settings: load_eagle(named_checkpoint(config, settings), settings, version=1),
     options=OPTIONS,
-    usual_k=Eagle.usual_k,
+    trained_k=OneLayerAhead.default_k,
     recognises=lambda files: version_of(files) == 1,
     layer_ids=written_ids,
 )
 EAGLE3 = DrafterMethod(
-    name="eagle3",
+    name=METHODS[3],
     title="EAGLE-3",
     archetype=ARCHETYPES["chain_from_taps"],
     load=lambda config, settings: load_eagle(named_checkpoint(config, settings), settings, version=3),
     options=OPTIONS,
-    usual_k=Eagle.usual_k,
+    trained_k=OneLayerAhead.default_k,
     recognises=lambda files: version_of(files) == 3,
     layer_ids=written_ids,
     training=Training.CHAIN,

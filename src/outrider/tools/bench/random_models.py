@@ -17,10 +17,10 @@ from outrider.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from outrider.models.text import GenerationDefaults
 from outrider.models.tokenizer import Tokenizer
 from outrider.speculative.drafter import Drafter, DraftServices, FeedRow, Proposal, ProposeRow
-from outrider.speculative.drafters.ahead import AheadNetwork, JoinedEntrance
+from outrider.speculative.drafters.ahead import AheadNetwork, JoinedEntrance, OneLayerAhead
 from outrider.speculative.drafters.dflash import DFlash, DFlashParameters, DFlashSpec
 from outrider.speculative.drafters.draft_model import draft_model_from
-from outrider.speculative.drafters.eagle import Eagle, WideEntrance
+from outrider.speculative.drafters.eagle import WideEntrance
 from outrider.speculative.drafters.mtp import Mtp
 from outrider.speculative.drafters.ngram import NgramDrafter
 from outrider.speculative.settings import DrafterSettings
@@ -193,13 +193,15 @@ RANDOM_DRAFTERS: Mapping[str, RandomDrafter] = {
     ),
     "eagle": RandomDrafter(
         method="eagle",
-        make=lambda settings: Eagle(
-            _joined(settings, Weights(2), None), settings, name="random", fingerprint="random joined"
+        make=lambda settings: OneLayerAhead(
+            _joined(settings, Weights(2), None), settings, method="eagle", name="random", fingerprint="random joined"
         ),
     ),
     "eagle3": RandomDrafter(
         method="eagle3",
-        make=lambda settings: Eagle(_wide(settings, Weights(3)), settings, name="random", fingerprint="random wide"),
+        make=lambda settings: OneLayerAhead(
+            _wide(settings, Weights(3)), settings, method="eagle3", name="random", fingerprint="random wide"
+        ),
     ),
     "mtp": RandomDrafter(
         method="mtp",
