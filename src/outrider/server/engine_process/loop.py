@@ -18,11 +18,11 @@ from outrider.server.engine_process.facts import RecentHits, counters_of, facts_
 from outrider.server.messages import (
     Abort,
     Accepted,
-    Pong,
-    Ping,
     CacheWasReset,
     Delta,
     LookAtPages,
+    Ping,
+    Pong,
     Ready,
     Refused,
     ResetCache,

@@ -27,14 +27,14 @@ from outrider.server.front.streams import OpenRequests
 from outrider.server.front.watchdog import Watchdog
 from outrider.server.messages import (
     Accepted,
-    Pong,
-    Ping,
     Broken,
     CacheWasReset,
     Facts,
     Loading,
     LookAtPages,
     Pages,
+    Ping,
+    Pong,
     Ready,
     Refused,
     ResetCache,
