@@ -6,8 +6,12 @@ import re
 
 from outrider.errors import RequestError
 
-PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\r\n]*|.', re.DOTALL)
+LITERAL, CLASS = r'"(?:[^"\\]|\\.)*', r"\[(?:[^\]\\]|\\.)*"
+# One that is not closed takes all of the rest, so that each character is read once.
+PIECE = re.compile(rf'{LITERAL}(?:"|\\?\Z)|{CLASS}(?:\]|\\?\Z)|#[^\r\n]*|.', re.DOTALL)
 """A literal, a class of characters, a comment, or any other character."""
+ENDS = {'"': '"', "[": "]"}
+CLOSED = re.compile(rf'{LITERAL}"|{CLASS}\]', re.DOTALL)
 CODE_POINT = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 SET_OPERATIONS = ("&&", "--", "~~", "[:")
 RULES_MAX = 1000
@@ -35,8 +39,10 @@ def lark_of(text: str) -> str:
 
 def _prepared(piece: str) -> str:
     """Returns a piece in a form that the converter carries over as it is meant."""
-    if piece[0] not in '"[' or len(piece) == 1:
+    if piece[0] not in '"[':
         return piece
+    if not CLOSED.fullmatch(piece):
+        raise RequestError(f"the grammar: {piece[:40]!r} is not closed; end it with {ENDS[piece[0]]}")
     if piece[0] == "[" and any(sign in piece for sign in SET_OPERATIONS):
         # To the regular expressions that they become, these are set operations.
         raise RequestError(f"the grammar: class {piece[:40]!r} has one of && -- ~~ [: in it; write each sign once")

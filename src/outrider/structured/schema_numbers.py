@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from math import copysign, inf, nextafter
 from typing import Any, NamedTuple
 
 from outrider.errors import RequestError
+from outrider.structured.schema_values import as_llguidance_reads
 
 NUMBER_KEYWORDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 INTEGER_MAX = 10**18
@@ -51,7 +53,14 @@ def _bound(name: str, value: Decimal, is_excluded: bool, inwards: float) -> dict
     if is_excluded and not value:
         # llguidance lets 0 and -0 through where 0 is excluded.
         return {f"m{name}": inwards}
-    return {f"exclusiveM{name}" if is_excluded else f"m{name}": _plain(value)}
+    written = _plain(value)
+    while isinstance(written, float) and _is_outside(Decimal(as_llguidance_reads(written)), value, inwards):
+        written = nextafter(written, copysign(inf, inwards))
+    return {f"exclusiveM{name}" if is_excluded else f"m{name}": written}
+
+
+def _is_outside(read: Decimal, bound: Decimal, inwards: float) -> bool:
+    return read < bound if inwards > 0 else read > bound
 
 
 def _integer(bounds: _Bounds, step: float | int | None, where: str) -> dict[str, Any]:
@@ -62,9 +71,19 @@ def _integer(bounds: _Bounds, step: float | int | None, where: str) -> dict[str,
     if bounds.most is not None:
         whole = bounds.most.to_integral_value(ROUND_FLOOR)
         most = min(most, whole - 1 if bounds.below and whole == bounds.most else whole)
+    least, most = _as_double(least, inf), _as_double(most, -inf)
     _check_range("integer", least, most, False, where)
     written: dict[str, Any] = {"type": "integer", "minimum": int(least), "maximum": int(most)}
     return written | ({} if step is None else {"multipleOf": step})
+
+
+def _as_double(bound: Decimal, inwards: float) -> Decimal:
+    """Returns the first whole number from `bound` inwards that a double holds: llguidance reads bounds as doubles, and
+    one that were rounded outwards would let wrong integers through."""
+    double = float(bound)
+    if _is_outside(Decimal(double), bound, inwards):
+        double = nextafter(double, inwards)
+    return Decimal(double)
 
 
 def _bounds(schema: dict[str, Any], where: str) -> _Bounds:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from itertools import combinations
-from math import comb
+from math import comb, isfinite
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -21,7 +21,7 @@ from outrider.structured.formats import FORMATS
 from outrider.structured.patterns import character_class, json_pattern, literal_pattern
 from outrider.structured.schema_ends import endless_definitions
 from outrider.structured.schema_numbers import NUMBER_KEYWORDS, written_number
-from outrider.structured.schema_values import are_disjoint, check_exact, count, is_one_of, types_in
+from outrider.structured.schema_values import check_exact, count, first_overlap, is_one_of, types_in
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -57,9 +57,16 @@ def rewritten_schema(text: str) -> Schema:
     def no_constant(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
+    def finite(digits: str) -> float:
+        if not isfinite(value := float(digits)):
+            raise RequestError(f"the JSON schema has the number {digits[:60]}, which no double can hold; write less")
+        return value
+
     try:
-        schema = json.loads(text, parse_constant=no_constant)
+        schema = json.loads(text, parse_constant=no_constant, parse_float=finite)
         json.dumps(schema, ensure_ascii=False).encode()
+    except RequestError:
+        raise
     except (ValueError, RecursionError):
         raise RequestError('the JSON schema is not valid JSON; send an object such as {"type": "object"}') from None
     try:
@@ -160,26 +167,30 @@ class _Writer:
         return {"enum": values}
 
     def _check_disjoint(self, options: list[Any], where: str) -> None:
-        for number, second in enumerate(options):
-            for earlier, first in enumerate(options[:number]):
-                if not are_disjoint(first, second, self._resolve):
-                    raise RequestError(
-                        f"{where}, oneOf: a value might match both {earlier} and {number}, which oneOf forbids; write "
-                        "anyOf, or give each a required property with a const of its own"
-                    )
+        overlap = first_overlap(options, self._resolve)
+        if overlap is not None:
+            raise RequestError(
+                f"{where}, oneOf: a value might match both {overlap[0]} and {overlap[1]}, which oneOf forbids; write "
+                "anyOf, or give each a required property with a const of its own"
+            )
 
     # ---- references --------------------------------------------------------------------------------
 
     def _reference(self, reference: Any, where: str) -> Schema:
         target = self._resolve(reference, where)
         if reference not in self._definitions:
-            self._definitions[reference] = {}
-            self._levels += _depth(target)
-            if self._levels > LEVELS_MAX:
-                raise RequestError(f"{where}: the schema has too many definitions; make it simpler")
-            written = self._schema(target, f"{where}, $ref {reference[:60]!r}", 1)
-            self._definitions[reference] = written
-        return {"$ref": f"#/$defs/{list(self._definitions).index(reference)}"}
+            self._define(reference, {}, _depth(target), where)
+            self._definitions[reference] = self._schema(target, f"{where}, $ref {reference[:60]!r}", 1)
+        return self._defined(reference)
+
+    def _define(self, name: str, written: Schema, levels: int, where: str) -> None:
+        self._levels += levels
+        if self._levels > LEVELS_MAX:
+            raise RequestError(f"{where}: the schema has too many definitions; make it simpler")
+        self._definitions[name] = written
+
+    def _defined(self, name: str) -> Schema:
+        return {"$ref": f"#/$defs/{list(self._definitions).index(name)}"}
 
     def _resolve(self, reference: Any, where: str = "the schema") -> Any:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
@@ -188,7 +199,7 @@ class _Writer:
                 "write #/$defs/name"
             )
         target = self._root
-        for part in unquote(reference[2:]).split("/") if len(reference) > 2 else ():
+        for part in unquote(reference[2:]).split("/") if reference != "#" else ():
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, dict) and key in target:
                 target = target[key]
@@ -196,6 +207,8 @@ class _Writer:
                 target = target[int(key)]
             else:
                 raise RequestError(f"{where}: $ref {reference[:80]!r} names nothing in this schema; add it to $defs")
+            if isinstance(target, dict) and isinstance(target.get("$id"), str):
+                raise RequestError(f"{where}: $ref {reference[:80]!r} leads through an $id; name the schema in $defs")
         return target
 
     # ---- types -------------------------------------------------------------------------------------
@@ -260,6 +273,12 @@ class _Writer:
             for name, each in properties.items()
             if each is not False or name in required
         }
+        if "minProperties" in schema or "maxProperties" in schema:
+            # Every case below repeats its properties, and cases may nest: a reference is all that is repeated.
+            for name, each in written.items():
+                definition = f"{where}, properties {name[:60]!r} ({len(self._definitions)})"
+                self._define(definition, each, _depth(each), where)
+                written[name] = self._defined(definition)
         return _listed_object(written, set(required), schema, where)
 
     def _free_object(self, schema: Schema, others: Any, where: str, depth: int) -> Schema:
