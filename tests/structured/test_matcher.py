@@ -128,6 +128,25 @@ def test_a_limit_that_a_draft_exceeds_does_not_end_its_request(monkeypatch: pyte
     assert ids(matcher.masks([])[0]) == {END}
 
 
+def test_a_fork_whose_drafts_exceed_a_limit_stays_at_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llguidance import LLParserLimits
+
+    few = LLParserLimits(max_items_in_row=4, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "_limits", lambda: few)
+    tail = "".join(f'{n} ::= "{n}" more? "{n}"\n' for n in "abcde")
+    text = 'root ::= "p" "q" more\nmore ::= "x" | "y" (a | b | c | d | e)\n' + tail
+    matcher = grammars().matcher(Grammar(kind=GrammarKind.EBNF, text=text))
+    matcher.accept([ord("p")])
+    twin = matcher.fork()
+    matcher.accept([ord("q")])
+    for state, next_token in ((twin, "q"), (matcher, "x")):
+        drafts = [ord(letter) for letter in ("qy" if state is twin else "y")]
+        assert ids(state.masks(drafts)[-1]) in (set(), None)
+        assert ord(next_token) in (ids(state.masks([])[0]) or ())
+    assert ids(twin.masks([])[0]) == {ord("q")}
+    assert ids(matcher.masks([])[0]) == {ord("x"), ord("y")}
+
+
 def test_no_grammar_allows_a_special_token() -> None:
     """Not even where its text would fit."""
     tokenizer = real_text().tokenizer

@@ -54,12 +54,14 @@ def _bound(name: str, value: Decimal, is_excluded: bool, inwards: float) -> dict
         # llguidance lets 0 and -0 through where 0 is excluded.
         return {f"m{name}": inwards}
     written = _plain(value)
-    while isinstance(written, float) and _is_outside(Decimal(as_llguidance_reads(written)), value, inwards):
-        written = nextafter(written, copysign(inf, inwards))
+    if isinstance(written, float):
+        bound = written
+        while _is_outside(as_llguidance_reads(written), bound, inwards):
+            written = nextafter(written, copysign(inf, inwards))
     return {f"exclusiveM{name}" if is_excluded else f"m{name}": written}
 
 
-def _is_outside(read: Decimal, bound: Decimal, inwards: float) -> bool:
+def _is_outside(read: float | Decimal, bound: float | Decimal, inwards: float) -> bool:
     return read < bound if inwards > 0 else read > bound
 
 
