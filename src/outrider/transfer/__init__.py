@@ -1,1 +1,1 @@
-"""Moving KV between workers: the torch-free logic. There is no transport yet; the simulation has a virtual one."""
+"""Moving KV between workers: one torch-free driver, which the engine and the simulation run, and links beneath it."""

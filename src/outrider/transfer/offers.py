@@ -1,4 +1,4 @@
-"""The logic of a hand-off from a prefill worker (P) to a decode worker (D), without a transport.
+"""What a prefill worker (P) offers a decode worker (D), and how the two find each other's slots.
 
     P: prefill ─▶ Lease + Offer ─────────────────────────────┐          (pages held while the lease runs)
     D: admit ─▶ loads ─▶ plan_pull(load, offer) ─▶ copy slots ─▶ ask P: did the lease hold? ─▶ import
@@ -12,8 +12,9 @@ is wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 from outrider.errors import TransferError
@@ -22,7 +23,11 @@ from outrider.kv.intervals import Interval, SlotRun, pages_under, pair
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import Load
 from outrider.kv.pages import NULL_PAGE
-from outrider.kv.prefix import CacheIdentity
+from outrider.kv.prefix import CacheIdentity, Media
+from outrider.transfer.messages import PROTOCOL, Offered, OfferedPages, ScoredToken, Signature
+
+BINDING_BYTES = 16
+ADVICE = "run the same version on both workers"
 
 
 class GroupSignature(NamedTuple):
@@ -35,6 +40,14 @@ class GroupSignature(NamedTuple):
     owner: str
     identity: str
     """The weights, dtype and layout that the bytes come from, and the part of them that this rank holds."""
+
+    @classmethod
+    def of(cls, signature: Signature) -> GroupSignature:
+        return cls(*(getattr(signature, name) for name in cls._fields))
+
+    @property
+    def wire(self) -> Signature:
+        return Signature(**self._asdict())
 
 
 def signatures(layout: KVLayout, identity: CacheIdentity) -> tuple[GroupSignature, ...]:
@@ -53,6 +66,23 @@ def signatures(layout: KVLayout, identity: CacheIdentity) -> tuple[GroupSignatur
     )
 
 
+def layout_digest(layout: KVLayout, identity: CacheIdentity) -> bytes:
+    """Returns a digest of the protocol and of the target's KV, which both workers of a hand-off must share."""
+    target = [tuple(signature) for signature in signatures(layout, identity)[: layout.num_target]]
+    return blake2b(repr((PROTOCOL, target)).encode(), digest_size=BINDING_BYTES).digest()
+
+
+def prompt_binding(tokens: Sequence[int], *, adapter: str = "", salt: str = "", media: Iterable[Media] = ()) -> bytes:
+    """Returns a digest of everything that a client's prompt is made of: an offer is for this prompt and no other."""
+    hasher = blake2b(digest_size=BINDING_BYTES)
+    fields = [adapter.encode(), salt.encode()]
+    fields += [f"{item.start} {item.end} ".encode() + item.digest for item in media]
+    for field in (*fields, b"".join(token.to_bytes(4, "little") for token in tokens)):
+        hasher.update(len(field).to_bytes(8, "little"))
+        hasher.update(field)
+    return hasher.digest()
+
+
 class OfferedGroup(NamedTuple):
     """Durable slots that a prefill worker offers of one group. `pages` is indexed by page number."""
 
@@ -63,41 +93,46 @@ class OfferedGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a prefill worker holds for a request: its tokens, and slots per group."""
+    """What a prefill worker holds for a prompt: slots per group, and the token that it sampled after the prompt."""
 
     engine: str
     """An id that is new at each start of the worker, so that a restarted peer is never mistaken for the old one."""
-    request: str
-    lease: int
-    tokens: tuple[int, ...]
+    binding: bytes
+    """Which prompt it is: `prompt_binding`."""
+    num_tokens: int
+    """Length of the prompt."""
+    first_token: int
+    seed: int = 0
+    """The seed that the first token was drawn with, for requests that name none."""
+    logprobs: ScoredToken | None = None
+    """Log-probabilities of the first token, if the request asked for them."""
     groups: Mapping[GroupSignature, OfferedGroup]
 
     def __post_init__(self) -> None:
-        for name in ("engine", "request"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise TransferError(
-                    f"an offer names its {name}, got {getattr(self, name)!r}; run the same version on both workers"
-                )
-        whole_number(self.lease, f"{self}: lease", at_least=0, error=TransferError)
-        if not isinstance(self.tokens, tuple) or not all(is_word(token) for token in self.tokens):
-            raise TransferError(f"{self}: tokens must be a tuple of token ids; run the same version on both workers")
+        if not isinstance(self.engine, str) or not self.engine:
+            raise TransferError(f"an offer names its engine, got {self.engine!r}; {ADVICE}")
+        if not isinstance(self.binding, bytes) or len(self.binding) != BINDING_BYTES:
+            raise TransferError(f"{self}: the binding must be {BINDING_BYTES} bytes; {ADVICE}")
+        whole_number(self.num_tokens, f"{self}: num_tokens", at_least=1, error=TransferError)
+        if not is_word(self.first_token):
+            raise TransferError(f"{self}: the first token must be a token id, got {self.first_token!r}; {ADVICE}")
         if not isinstance(self.groups, Mapping):
             raise TransferError(f"{self}: groups must map signatures to what is offered, got {self.groups!r}")
         for signature, group in self.groups.items():
             self._check_group(signature, group)
 
     def __str__(self) -> str:
-        return f"offer of {self.engine} for request {self.request!r}"
+        return f"offer of {self.engine}"
 
     def _check_group(self, signature: GroupSignature, group: OfferedGroup) -> None:
         if not isinstance(signature, GroupSignature) or not isinstance(group, OfferedGroup):
-            raise TransferError(f"{self}: {signature!r} is no group of an offer; run the same version on both workers")
+            raise TransferError(f"{self}: {signature!r} is no group of an offer; {ADVICE}")
         what = f"{self}: group {signature.name}"
         interval, pages, size = group
         whole_number(size, f"{what}: page_tokens", at_least=1, error=TransferError)
         interval = checked_interval(interval, what, TransferError)
-        if interval.end > len(self.tokens):
-            raise TransferError(f"{what} covers {interval}, but only {len(self.tokens)} tokens are offered")
+        if interval.end > self.num_tokens:
+            raise TransferError(f"{what} covers {interval}, but only {self.num_tokens} tokens are offered")
         if not isinstance(pages, tuple) or not all(is_word(page) for page in pages):
             raise TransferError(f"{what}: pages must be a tuple of page numbers, got {pages!r}")
         touched = pages_under(interval, size)
@@ -108,6 +143,53 @@ class Offer:
             )
         if any(pages[number] == NULL_PAGE for number in touched):
             raise TransferError(f"{what} covers {interval}, but lists a page there that it does not hold")
+
+
+def to_wire(offer: Offer, lease: bytes, own: Sequence[GroupSignature]) -> Offered:
+    """Returns the message that carries an offer. `own`: the offering worker's groups, in order."""
+    groups = []
+    for signature, (interval, pages, size) in offer.groups.items():
+        under = pages_under(interval, size)
+        groups.append(
+            OfferedPages(
+                group=own.index(signature),
+                start=interval.start,
+                end=interval.end,
+                page_tokens=size,
+                pages=list(pages[under.start : under.stop]),
+            )
+        )
+    return Offered(
+        lease=lease,
+        engine=offer.engine,
+        binding=offer.binding,
+        num_tokens=offer.num_tokens,
+        first_token=offer.first_token,
+        seed=offer.seed,
+        logprobs=offer.logprobs,
+        groups=groups,
+    )
+
+
+def from_wire(message: Offered, theirs: Sequence[GroupSignature]) -> Offer:
+    """Returns the offer in a message, checked. `theirs`: the offering worker's groups, in order."""
+    groups = {}
+    for item in message.groups:
+        if not 0 <= item.group < len(theirs):
+            raise TransferError(f"an offer of {message.engine} names group {item.group}, which it does not have")
+        interval = checked_interval((item.start, item.end), f"offer of {message.engine}", TransferError)
+        whole_number(item.page_tokens, f"offer of {message.engine}: page_tokens", at_least=1, error=TransferError)
+        before = (NULL_PAGE,) * pages_under(interval, item.page_tokens).start
+        groups[theirs[item.group]] = OfferedGroup(interval, before + tuple(item.pages), item.page_tokens)
+    return Offer(
+        engine=message.engine,
+        binding=message.binding,
+        num_tokens=message.num_tokens,
+        first_token=message.first_token,
+        seed=message.seed,
+        logprobs=message.logprobs,
+        groups=groups,
+    )
 
 
 def shared_groups(local: KVLayout, identity: CacheIdentity, remote: Sequence[GroupSignature]) -> frozenset[int]:
@@ -161,34 +243,3 @@ def plan_pull(
             destination_page_tokens=layout.groups[load.group].page_tokens,
         )
     )
-
-
-@dataclass(slots=True)
-class LeaseBook:
-    """A prefill worker's promises to keep pages in place. Times are ticks of the worker's clock."""
-
-    duration: int
-    _ends: dict[int, int] = field(default_factory=dict)
-    _owners: dict[int, str] = field(default_factory=dict)
-    _next: int = 0
-
-    def grant(self, request: str, now: int) -> int:
-        lease = self._next
-        self._next += 1
-        self._ends[lease] = now + self.duration
-        self._owners[lease] = request
-        return lease
-
-    def held(self, lease: int) -> bool:
-        """Whether the pages were in place from the grant until now; D asks this after the last byte has arrived."""
-        return lease in self._ends
-
-    def release(self, lease: int) -> str | None:
-        """End a lease. Returns the request whose pages may be released, or None if the lease had ended before."""
-        self._ends.pop(lease, None)
-        return self._owners.pop(lease, None)
-
-    def expire(self, now: int) -> list[str]:
-        """End every lease that has run out. Returns the requests whose pages may be released."""
-        ended = [lease for lease, end in self._ends.items() if end <= now]
-        return [request for lease in ended if (request := self.release(lease)) is not None]

@@ -1,0 +1,90 @@
+"""Answers what decode workers ask of a prefill worker. Called on the link's thread, while the engine runs steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outrider.kv.intervals import Interval
+from outrider.transfer.leases import LeaseBook
+from outrider.transfer.messages import (
+    Confirm,
+    Confirmed,
+    Fetch,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Renew,
+    Welcome,
+)
+from outrider.transfer.offers import GroupSignature, OfferedGroup, to_wire
+
+Digest = Callable[[int, OfferedGroup, Interval], bytes]
+"""Digest of slots of a group, in the order of their positions and independent of page sizes."""
+
+
+class Desk:
+    def __init__(
+        self,
+        *,
+        engine: str,
+        digest: bytes,
+        signatures: Sequence[GroupSignature],
+        leases: LeaseBook,
+        clock: Callable[[], float],
+        digest_slots: Digest | None = None,
+    ) -> None:
+        """`digest`: what a peer's `Hello` must carry (`offers.layout_digest`)."""
+        self._engine = engine
+        self._digest = digest
+        self._signatures = tuple(signatures)
+        self.leases = leases
+        self._clock = clock
+        self._digest_slots = digest_slots
+
+    def answer(self, message: Message, introduction: Callable[[], bytes]) -> Message | None:
+        """Returns the answer to a peer's message; None if it needs none or is no question."""
+        match message:
+            case Hello():
+                return self._welcome(message, introduction)
+            case Fetch(lease=lease, reader=reader):
+                offer = self.leases.claim(lease, reader, self._clock())
+                if isinstance(offer, str):
+                    return Refused(lease=lease, reason=offer)
+                return to_wire(offer, lease, self._signatures)
+            case Renew(leases=leases, reader=reader):
+                for lease in leases:
+                    self.leases.renew(lease, reader, self._clock())
+            case Confirm():
+                return self._confirm(message)
+            case Release(lease=lease, reader=reader):
+                self.leases.release(lease, reader)
+        return None
+
+    def _welcome(self, hello: Hello, introduction: Callable[[], bytes]) -> Message:
+        if hello.digest != self._digest:
+            here = self._signatures[0].identity
+            return Refused(
+                reason=f"the target's KV or the protocol differs; the prefill worker has {here}; run the same version, "
+                "weights, dtype and attention layout on both workers"
+            )
+        return Welcome(
+            engine=self._engine,
+            signatures=[signature.wire for signature in self._signatures],
+            introduction=introduction(),
+        )
+
+    def _confirm(self, message: Confirm) -> Confirmed:
+        lease, reader = message.lease, message.reader
+        offer = self.leases.held(lease, reader)
+        digests: list[bytes] = []
+        if offer is not None and message.digests_of and self._digest_slots is not None:
+            for group, start, end in message.digests_of:
+                held = offer.groups.get(self._signatures[group]) if 0 <= group < len(self._signatures) else None
+                interval = Interval(start, end)
+                if held is None or not held.interval.covers(interval) or start < 0:
+                    return Confirmed(lease=lease, held=False)
+                digests.append(self._digest_slots(group, held, interval))
+            # The pages may have been given back while they were read.
+            offer = self.leases.held(lease, reader)
+        return Confirmed(lease=lease, held=offer is not None, digests=digests if offer is not None else [])

@@ -1,0 +1,1 @@
+"""Implementations of `transfer.link.Link`, one file each."""
