@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import ConfigError
@@ -15,6 +15,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SANITIZER_MODES = ("off", "log", "raise")
 SANITIZER_LEVELS = ("plan", "bytes")
 BACKENDS = ("auto", "cpu", "cuda", "reference")
+KV_CONNECTORS = ("nixl", "local")
+KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
+KV_TRANSPORTS = ("auto", "cma", "tcp")
 
 
 def _one_of(value: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -82,6 +86,83 @@ class SpeculativeConfig:
 
 @checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVTransferConfig:
+    """Settings of prefill/decode disaggregation, with vLLM's names where the meaning is the same."""
+
+    kv_connector: str = "nixl"
+    """What carries KV: nixl between processes and machines, local between engines of one process."""
+    kv_role: str = "kv_both"
+    """kv_producer computes prompts and hands their KV over, kv_consumer starts from such KV, kv_both does either."""
+    kv_load_failure_policy: str = "recompute"
+    """What becomes of a request whose KV does not arrive from its prefill worker: recompute computes the prompt on the
+    decode worker, fail ends the request with an error."""
+    kv_ip: str = "127.0.0.1"
+    """Address at which other workers reach this one; it must belong to a private network, since KV travels
+    unencrypted."""
+    kv_port: int = 0
+    """Port of control messages; 0 means any free port."""
+    kv_transport: str = "auto"
+    """How nixl moves bytes: cma (one machine, one user), tcp, or auto, which tries cma and falls back to tcp."""
+    lease_s: float = 30.0
+    """Time for which a prefill worker holds a prompt's KV for a decode worker that does not ask to prolong it."""
+    held_share: float = 0.25
+    """Largest share of each pool of pages that may be held for decode workers; beyond it, prompts are handed over
+    without KV, and the decode worker computes them."""
+    answer_limit_s: float = 5.0
+    """Time in which a prefill worker must answer a question, which is asked twice."""
+    read_limit_s: float = 20.0
+    """Time in which all KV of a prompt must have arrived."""
+    cluster_key: str | None = field(default=None, repr=False)
+    """The secret that all workers of the cluster share."""
+
+    def __post_init__(self) -> None:
+        name = "kv_transfer_config"
+        _one_of(self.kv_connector, f"{name}: kv_connector", KV_CONNECTORS)
+        _one_of(self.kv_role, f"{name}: kv_role", KV_ROLES)
+        _one_of(self.kv_load_failure_policy, f"{name}: kv_load_failure_policy", LOAD_FAILURE_POLICIES)
+        _one_of(self.kv_transport, f"{name}: kv_transport", KV_TRANSPORTS)
+        if not isinstance(self.kv_ip, str) or not self.kv_ip:
+            raise ConfigError(f"{name}: kv_ip must be an address of this machine, got {self.kv_ip!r}")
+        whole_number(self.kv_port, f"{name}: kv_port", at_least=0)
+        if self.kv_port > 65535:
+            raise ConfigError(f"{name}: kv_port must be at most 65535, got {self.kv_port}; 0 means any free port")
+        for field_name, most in (("lease_s", 3600.0), ("answer_limit_s", 600.0), ("read_limit_s", 600.0)):
+            _number_within(getattr(self, field_name), f"{name}: {field_name}", 0.0, most)
+        _number_within(self.held_share, f"{name}: held_share", 0.0, 1.0)
+        if self.cluster_key is not None and not isinstance(self.cluster_key, str):
+            raise ConfigError(f"{name}: cluster_key must be text")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether this worker computes prompts for others."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def fetches(self) -> bool:
+        """Whether this worker starts from KV of others."""
+        return self.kv_role != "kv_producer"
+
+    @classmethod
+    def of(cls, given: KVTransferConfig | Mapping[str, Any] | None) -> KVTransferConfig | None:
+        """Returns the settings that a user gave as None, as a mapping with vLLM's field names, or as this class."""
+        if given is None or isinstance(given, KVTransferConfig):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"kv_transfer_config must be a mapping such as {{'kv_connector': 'nixl', 'kv_role': 'kv_both'}}, got "
+                f"{given!r}"
+            )
+        return cls(**{str(name): value for name, value in given.items()})
+
+
+def _number_within(value: object, name: str, low: float, high: float) -> None:
+    """Refuse anything but a number in (low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+        raise ConfigError(f"{name} must be a number above {low:g} and at most {high:g}, got {value!r}")
+
+
+@checked_fields()
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
@@ -108,6 +189,8 @@ class EngineConfig:
     texts of the longest length need."""
     gpu_memory_utilization: float = 0.9
     speculative_config: SpeculativeConfig | None = None
+    kv_transfer_config: KVTransferConfig | None = None
+    """How this engine hands KV to others, or takes it from them; None for an engine that does neither."""
     sanitizer: str = "off"
     sanitizer_level: str = "plan"
     """plan checks block tables and intervals; bytes also checksums published pages and verifies them on a hit."""
@@ -137,3 +220,5 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}")
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             raise ConfigError("speculative_config must be a SpeculativeConfig; use SpeculativeConfig.of for a mapping")
+        if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
+            raise ConfigError("kv_transfer_config must be a KVTransferConfig; use KVTransferConfig.of for a mapping")
