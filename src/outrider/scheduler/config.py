@@ -15,14 +15,15 @@ class Role(Enum):
 
     BOTH = "both"
     PREFILL = "prefill"
-    """Computes prompts, feeds the drafter, proposes nothing, and keeps the KV for a decode worker."""
+    """Computes prompts and keeps their KV for decode workers. A request that is not to be handed over is served to its
+    end."""
     DECODE = "decode"
-    """Starts from KV that a prefill worker hands over, and refuses requests that bring none. What it loses (a failed
-    transfer, a preemption) it computes again itself."""
+    """Starts from KV that a prefill worker hands over. It computes prompts that bring none only where the policy for
+    lost KV lets it; what a preemption loses it computes again."""
 
 
 class LoadFailure(Enum):
-    """What becomes of a request whose KV could not be loaded."""
+    """What becomes of a request whose KV does not arrive from its prefill worker."""
 
     RECOMPUTE = "recompute"
     FAIL = "fail"

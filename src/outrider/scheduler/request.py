@@ -10,7 +10,6 @@ from enum import Enum
 from outrider.errors import RequestError
 from outrider.kv.checked import checked_fields, text, whole_number
 from outrider.kv.intervals import Interval
-from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
 from outrider.scheduler.plan import ScheduledRequest
@@ -21,6 +20,8 @@ MOST_FORKS = 1024
 
 
 class State(Enum):
+    FETCHING = "fetching"
+    """Waits for a prefill worker's offer of its prompt's KV; it holds nothing yet."""
     WAITING = "waiting"
     LOADING = "loading"
     PREFILLING = "prefilling"
@@ -67,10 +68,11 @@ class RequestSpec:
     media: tuple[Media, ...] = ()
     use_cache: bool = True
     """False for prompt log-probabilities: every prompt row must be computed."""
-    remote: Mapping[int, Interval] | None = None
-    """What a prefill worker holds for this prompt, per group; the last token of `prompt` is the one it sampled."""
-    prefilled_tokens: int = 0
-    """How many tokens at the end of `prompt` count as generated already."""
+    hand_over: bool = False
+    """Whether the request ends with its first token, whatever that is, and its KV is held for a decode worker."""
+    awaits_peer: bool = False
+    """Whether a prefill worker has computed the prompt: the request is FETCHING until `Scheduler.fetched` says what
+    that worker holds, or `Scheduler.not_fetched` that it holds nothing."""
 
     def __post_init__(self) -> None:
         text(self.id, "a request's id", empty=False, error=RequestError)
@@ -82,9 +84,8 @@ class RequestSpec:
             object.__setattr__(self, "sequence_ids", (self.id,))
         advice = "0 turns drafting off"
         whole_number(self.k, f"{what}: k", at_least=0, advice=advice, error=RequestError)
-        whole_number(self.prefilled_tokens, f"{what}: prefilled_tokens", at_least=0, error=RequestError)
-        if self.prefilled_tokens >= len(self.prompt):
-            raise RequestError(f"{what}: prefilled_tokens must lie inside the prompt")
+        if self.hand_over and self.awaits_peer:
+            raise RequestError(f"{what}: a prompt that another worker has computed cannot be handed over again")
         done = 0
         for item in self.media:
             if not done <= item.start < item.end <= len(self.prompt):
@@ -100,19 +101,6 @@ class RequestSpec:
     def n(self) -> int:
         """Number of continuations of the prompt."""
         return len(self.sequence_ids)
-
-
-def check_remote(spec: RequestSpec, layout: KVLayout) -> None:
-    """Refuse an offer that this worker's layout could not take."""
-    assert spec.remote is not None
-    unknown = [group for group in spec.remote if group >= len(layout.groups)]
-    if unknown:
-        raise RequestError(
-            f"request {spec.id!r}: remote names group {unknown[0]}, but there are only {len(layout.groups)}; use "
-            "offered_intervals() to make it"
-        )
-    if not set(spec.remote).issuperset(layout.target_groups):
-        raise RequestError(f"request {spec.id!r}: the peer does not hold every target group; prefill it here")
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +125,8 @@ class Request:
     full_k_until: int
     """Up to this v the drafter's and the model's limits leave room for all k drafts."""
     may_draft: bool
+    remote: Mapping[int, Interval] | None = None
+    """What a prefill worker holds for the prompt, per group."""
     state: State = State.WAITING
     epoch: int = 0
     """Raised whenever the request's KV starts anew (preemption, a load that ended or was lost): rows of an earlier
@@ -162,6 +152,11 @@ class Request:
     def rank(self) -> tuple[bool, int, int]:
         """The order in which requests run. Protected requests go before all others, so that none starves."""
         return (not self.protected, self.spec.priority, self.arrival)
+
+    @property
+    def in_transfer(self) -> bool:
+        """Whether KV of this request is, or was, to come from a peer or a tier, or is held for a peer."""
+        return self.state in (State.FETCHING, State.LOADING, State.HELD) or self.remote is not None
 
     @property
     def generated(self) -> int:

@@ -9,6 +9,9 @@ from outrider.kv.manager import KVManager
 from outrider.scheduler.queue import RunningList, WaitingQueue
 from outrider.scheduler.request import Request, State
 
+QuarantinedPages = list[tuple[int, list[int]]]
+"""(group, pages) that a transfer in flight may still write to: `KVManager.restore_quarantined` gives them back."""
+
 
 class Roster:
     """Keeps a request's state, the list it is on, and its KV in step."""
@@ -18,6 +21,7 @@ class Roster:
         self.waiting = WaitingQueue()
         self.prefilling = RunningList()
         self.decoding = RunningList()
+        self.fetching: dict[str, Request] = {}
         self.loading: dict[str, Request] = {}
         self.num_preemptions = 0
         self._kv = kv
@@ -28,13 +32,19 @@ class Roster:
         return len(self.prefilling) + len(self.decoding)
 
     def enter(self, request: Request) -> None:
+        """Take in a request, whose state says whether it waits or is being fetched."""
         self.requests[request.id] = request
-        self.waiting.push(request)
+        if request.state is State.FETCHING:
+            self.fetching[request.id] = request
+        else:
+            self.waiting.push(request)
 
     def leave(self, request: Request) -> None:
         """Take the request off the list of its state. The caller gives it its next state."""
         if request.state is State.WAITING:
             self.waiting.forget(request)
+        elif request.state is State.FETCHING:
+            del self.fetching[request.id]
         elif request.state is State.LOADING:
             del self.loading[request.id]
         elif request.state is State.PREFILLING:
@@ -42,7 +52,7 @@ class Roster:
         elif request.state is State.DECODING:
             self.decoding.remove(request)
 
-    def wait_again(self, request: Request) -> None:
+    def wait(self, request: Request) -> None:
         self.leave(request)
         request.state = State.WAITING
         self.waiting.push(request)
@@ -67,8 +77,8 @@ class Roster:
         self.leave(request)
         request.state = State.HELD
 
-    def finish(self, request: Request, *, keep_end: bool = True) -> list[tuple[int, list[int]]]:
-        """Forget the request. Returns (group, pages) that a transfer in flight may still write to.
+    def finish(self, request: Request, *, keep_end: bool = True) -> QuarantinedPages:
+        """Forget the request. Returns the pages that a transfer in flight may still write to.
 
         Without `keep_end` the end of its text is not published: it is unknown what its last step wrote.
         """
@@ -80,15 +90,16 @@ class Roster:
         return quarantined
 
     def start_over(self, kept: Iterable[Request]) -> None:
-        """Keep only these requests, all of them waiting; the caller has taken their KV."""
+        """Keep only these requests, which wait or are being fetched; the caller has taken their KV."""
         self.waiting, self.prefilling, self.decoding = WaitingQueue(), RunningList(), RunningList()
-        self.loading, self.requests = {}, {}
+        self.fetching, self.loading, self.requests = {}, {}, {}
         for request in kept:
             request.epoch += 1
             request.drafts = request.proposed = 0
             request.fresh, request.stalled = True, False
             request.flight.clear()
-            request.state = State.WAITING
+            if request.state is not State.FETCHING:
+                request.state = State.WAITING
             self.enter(request)
 
     def running_from_last(self) -> Iterator[Request]:

@@ -1,7 +1,7 @@
 """Continuous batching under a token budget.
 
-    add ─▶ waiting ─▶ [loading] ─▶ prefilling ─▶ decoding ─▶ finished (or held, on a prefill worker)
-              ▲────────────── preempted ◀──────────┘
+    add ─▶ [fetching] ─▶ waiting ─▶ [loading] ─▶ prefilling ─▶ decoding ─▶ finished (or held for a decode worker)
+                            ▲────────────── preempted ◀──────────┘
 
 schedule() touches what runs and the head of what waits; nothing grows with the queue or with history.
 
@@ -13,29 +13,27 @@ is given up with abandon() instead.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from outrider.errors import OutOfPages, RequestError
-from outrider.kv.ledger import Load
+from outrider.kv.intervals import Interval
+from outrider.kv.ledger import Load, LoadState
 from outrider.kv.manager import KVManager
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
 from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
 from outrider.scheduler.planner import Planner
-from outrider.scheduler.request import Request, RequestSpec, State, check_remote, token_array
-from outrider.scheduler.roster import Roster
-
-QuarantinedPages = list[tuple[int, list[int]]]
-"""(group, pages) that a transfer in flight may still write to: `KVManager.restore_quarantined` gives them back."""
+from outrider.scheduler.request import Request, RequestSpec, State, token_array
+from outrider.scheduler.roster import QuarantinedPages, Roster
 
 
-class Abandoned(NamedTuple):
-    """What giving up a step did."""
+class GivenUp(NamedTuple):
+    """A sequence that ended, or lost its KV, while a transfer may have been using its pages."""
 
-    ended: list[str]
-    """Ids of the sequences that it ended."""
+    sequence_id: str
     quarantined: QuarantinedPages
+    """Pages that its own loads may still write to."""
 
 
 class Scheduler:
@@ -49,6 +47,7 @@ class Scheduler:
         self._settling: list[Request] = []
         """Requests whose loads have all arrived, but with a page copy that has yet to run."""
         self._new_loads: list[tuple[str, tuple[Load, ...]]] = []
+        self._given_up: list[GivenUp] = []
         self._updates: list[Update] = []
         self._arrivals = 0
         self._next_step = 0
@@ -82,36 +81,43 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits, loads or runs. Requests that are only held for a peer do not count."""
-        return bool(self.num_running or self.num_waiting or self.num_loading)
+        """Whether any request is fetched, waits, loads or runs. Requests that are only held for a peer do not count."""
+        return bool(self.num_running or self.num_waiting or self.num_loading or self.roster.fetching)
 
     @property
     def only_loading(self) -> bool:
-        """Whether nothing can be planned before a load ends."""
-        return bool(self.num_loading) and not self.num_running and not self.num_waiting
+        """Whether nothing can be planned before a peer answers or a load ends."""
+        return self.has_work and not self.num_running and not self.num_waiting
 
     # ---- requests come and go ----------------------------------------------------------------------
 
     def add(self, spec: RequestSpec) -> Request:
         """Queue a request and return its record, or refuse it with the reason."""
         limit = self.kv.config.max_model_len
-        prompt_len = len(spec.prompt) - spec.prefilled_tokens
         if len(spec.prompt) >= limit:
             raise RequestError(
                 f"request {spec.id!r}: the prompt has {len(spec.prompt)} tokens, but the model's limit is {limit} "
                 "and one must be left to generate; shorten the prompt"
             )
-        if spec.remote is not None:
-            check_remote(spec, self.kv.layout)
-        elif self.config.role is Role.DECODE:
+        if not spec.awaits_peer and self.config.role is Role.DECODE and self.config.load_failure is LoadFailure.FAIL:
             raise RequestError(
-                f"request {spec.id!r} brings no KV from a prefill worker, and this worker only decodes; send it to a "
-                "prefill worker first, or give this worker the role BOTH"
+                f"request {spec.id!r} brings no KV from a prefill worker, and this worker computes no prompts; send it "
+                "to a prefill worker first, or let this worker compute it (kv_load_failure_policy recompute)"
             )
-        if spec.n > 1 and (self.config.role is Role.PREFILL or spec.remote is not None):
+        if spec.awaits_peer and self.config.role is Role.PREFILL:
             raise RequestError(
-                f"request {spec.id!r}: n = {spec.n} cannot be handed from a prefill to a decode worker; "
-                "send n requests, the prompt is computed once"
+                f"request {spec.id!r} is to start from another worker's KV, but this worker only computes prompts; "
+                "send it to a decode worker"
+            )
+        if spec.hand_over and (self.config.role is Role.DECODE or self.kv.config.keep_margin < self.kv.layout.margin):
+            raise RequestError(
+                f"request {spec.id!r} is to be handed to a decode worker, but this worker hands nothing over; send it "
+                "to a prefill worker"
+            )
+        if spec.hand_over and spec.n > 1:
+            raise RequestError(
+                f"request {spec.id!r}: a prompt is handed over with one token, not with n = {spec.n} continuations; "
+                "ask the decode worker for them"
             )
         if any(sequence_id in self.requests for sequence_id in spec.sequence_ids):
             raise RequestError(f"request id {spec.id!r} is in use; choose another")
@@ -121,7 +127,7 @@ class Scheduler:
         self._repair()
         try:
             self._moving = True
-            request = self._enter(spec, tokens, prompt_len)
+            request = self._enter(spec, tokens, len(tokens))
         except RequestError:
             self._moving = False
             raise
@@ -129,11 +135,11 @@ class Scheduler:
         return request
 
     def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int) -> Request:
-        """Make the record of a sequence, which waits from now on."""
-        # A prefill worker's part ends with the first token.
-        wanted = 1 if self.config.role is Role.PREFILL else spec.max_tokens
+        """Make the record of a sequence, which waits from now on, or is fetched."""
+        wanted = 1 if spec.hand_over else spec.max_tokens
         total = min(prompt_len + wanted, self.kv.config.max_model_len)
-        k = 0 if self.config.role is Role.PREFILL else min(spec.k, total)
+        # The decode worker proposes; feeding goes on here, so that its drafter has its context.
+        k = 0 if spec.hand_over else min(spec.k, total)
         sequence = self.kv.open(
             spec.sequence_ids[0],
             tokens,
@@ -155,27 +161,80 @@ class Scheduler:
             k=k,
             full_k_until=self.planner.full_k_until(k),
             may_draft=bool(self._footprint.groups) and self.kv.draft_fits(total, k),
+            state=State.FETCHING if spec.awaits_peer else State.WAITING,
         )
         self._arrivals += 1
         self.roster.enter(request)
         return request
 
-    def abort(self, sequence_id: str) -> QuarantinedPages:
+    def fetched(self, sequence_id: str, remote: Mapping[int, Interval], first_token: int | None) -> None:
+        """Note what a prefill worker holds of this request's prompt, per group, and the token that it sampled.
+
+        Without that token the request samples its first token itself, from the last row of the prompt.
+        """
+        assert set(remote).issuperset(self.kv.layout.target_groups), "a peer that lacks a target group offers nothing"
+        self._repair()
+        request = self.roster.fetching.get(sequence_id)
+        if request is None:
+            return
+        self._moving = True
+        request.remote = remote
+        self._leave_fetching(request, () if first_token is None else (first_token,))
+        self._moving = False
+
+    def _leave_fetching(self, request: Request, first: tuple[int, ...]) -> None:
+        tokens, finish = self._cut_at_end(request, first) if first else ((), None)
+        if tokens:
+            request.tokens.extend(tokens)
+            self._updates.append(Update(request.id, tokens, finish))
+        if finish is None:
+            self.roster.wait(request)
+        else:
+            self.roster.finish(request)
+
+    def not_fetched(self, sequence_id: str) -> None:
+        """Note that no prefill worker holds this request's prompt: it is computed here, or fails."""
+        self._repair()
+        request = self.roster.fetching.get(sequence_id)
+        if request is None:
+            return
+        self._moving = True
+        if self.config.load_failure is LoadFailure.FAIL:
+            self._fail(request)
+        else:
+            self.roster.wait(request)
+        self._moving = False
+
+    def abort(self, sequence_id: str) -> None:
         """Forget a sequence, if there is one of this id."""
         self._repair()
         request = self.requests.get(sequence_id)
-        if request is None:
-            return []
-        self._moving = True
-        quarantined = self.roster.finish(request)
-        self._moving = False
-        return quarantined
+        if request is not None:
+            self._moving = True
+            self._give_up(request)
+            self._moving = False
+
+    def _give_up(self, request: Request, *, keep_end: bool = True) -> None:
+        """Forget a request that has not come to its end."""
+        in_transfer = request.in_transfer
+        quarantined = self.roster.finish(request, keep_end=keep_end)
+        if in_transfer:
+            self._given_up.append(GivenUp(request.id, quarantined))
+
+    def take_given_up(self) -> list[GivenUp]:
+        """Returns the sequences that were given up since the last call. The transfer driver must ask before the next
+        step runs: from then on, their pages may be written to."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def release_held(self, sequence_id: str) -> None:
         """Let go of a held sequence: the decode worker has what it needs, or its lease ran out."""
+        self._repair()
         request = self.requests.get(sequence_id)
         if request is not None and request.state is State.HELD:
+            self._moving = True
             self.roster.finish(request)
+            self._moving = False
 
     # ---- planning ----------------------------------------------------------------------------------
 
@@ -210,7 +269,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         kv, spec = request.kv, request.spec
-        remote = spec.remote if request.epoch == 0 else None
+        remote = request.remote if request.epoch == 0 else None
         try:
             admission = self.kv.admit(kv, use_cache=spec.use_cache, may_draft=request.may_draft, remote=remote)
         except OutOfPages:
@@ -235,32 +294,52 @@ class Scheduler:
         return loads
 
     def load_arrived(self, sequence_id: str, load: Load) -> None:
-        request = self.roster.loading.get(sequence_id)
-        if request is not None:
-            self.kv.import_interval(request.kv, load)
-            self._maybe_start_loaded(request)
+        self._end_load(sequence_id, load, arrived=True)
 
     def load_failed(self, sequence_id: str, load: Load) -> None:
+        self._end_load(sequence_id, load, arrived=False)
+
+    def _end_load(self, sequence_id: str, load: Load, *, arrived: bool) -> None:
+        self._repair()
         request = self.roster.loading.get(sequence_id)
         if request is not None:
-            self.kv.fail_load(request.kv, load)
+            self._moving = True
+            if arrived:
+                self.kv.import_interval(request.kv, load)
+            else:
+                self.kv.fail_load(request.kv, load)
             self._maybe_start_loaded(request)
+            self._moving = False
 
-    def load_lost(self, sequence_id: str) -> QuarantinedPages:
-        """Give up a transfer that never ended. Its pages are restored once its handle is destroyed."""
+    def load_lost(self, sequence_id: str) -> None:
+        """Give up a transfer that never ended. `take_given_up` names its pages, to be restored once nothing can land in
+        them any more."""
+        self._repair()
         request = self.roster.loading.get(sequence_id)
         if request is None:
-            return []
+            return
+        self._moving = True
         if not request.kv.pending_groups() - set(self.kv.layout.draft_groups):
-            quarantined = self.kv.abandon_draft_loads(request.kv)
+            self._given_up.append(GivenUp(request.id, self.kv.abandon_draft_loads(request.kv)))
             self._maybe_start_loaded(request)
-            return quarantined
-        quarantined = self.kv.abandon_loading(request.kv)
-        request.epoch += 1
-        self.roster.wait_again(request)
-        if self.config.load_failure is LoadFailure.FAIL:
-            self._fail(request)
-        return quarantined
+        else:
+            must_fail = self._peer_failed(request, LoadState.PENDING, LoadState.FAILED)
+            self._given_up.append(GivenUp(request.id, self.kv.abandon_loading(request.kv)))
+            request.epoch += 1
+            self.roster.wait(request)
+            if must_fail:
+                self._fail(request)
+        self._moving = False
+
+    def _peer_failed(self, request: Request, *states: LoadState) -> bool:
+        """Whether a load in one of these states makes the request fail. Only the target's KV from a peer does, and only
+        if the policy says so: a page that is missing in a tier is a miss like any other."""
+        if self.config.load_failure is not LoadFailure.FAIL:
+            return False
+        groups = self.kv.layout.target_groups
+        return any(
+            load.key is None and load.group in groups and state in states for load, state in request.kv.loads.items()
+        )
 
     def _maybe_start_loaded(self, request: Request) -> None:
         kv = request.kv
@@ -269,22 +348,22 @@ class Scheduler:
         if not self.kv.may_finish_loading(kv):
             self._settling.append(request)
             return
-        wanted = kv.load_end
+        must_fail = self._peer_failed(request, LoadState.FAILED)
         reached = self.kv.finish_loading(kv)
         request.epoch += 1
-        if reached < wanted and self.config.load_failure is LoadFailure.FAIL:
+        if must_fail:
             self.roster.hold(request)
             self._fail(request)
         elif reached < kv.hit:
             # What the index held was given up for the transfer; search again.
             self.kv.release(kv)
-            self.roster.wait_again(request)
+            self.roster.wait(request)
         else:
             self.roster.prefill(request)
 
     def _fail(self, request: Request) -> None:
         self._updates.append(Update(request.id, (), "failed"))
-        self.roster.finish(request, keep_end=False)
+        self._give_up(request, keep_end=False)
 
     def take_updates(self) -> list[Update]:
         """Returns updates of requests that ended outside a step, such as those whose load failed."""
@@ -352,8 +431,9 @@ class Scheduler:
         self._moving = False
         return updates
 
-    def abandon(self, plan: StepPlan | None) -> Abandoned:
-        """Give up the one step in flight, however far it got; None means that planning itself was interrupted.
+    def abandon(self, plan: StepPlan | None) -> list[str]:
+        """Give up the one step in flight, however far it got; None means that planning itself was interrupted. Returns
+        the ids of the sequences that this ended.
 
         It is unknown what was written to the pages of its requests, so they end, and nothing more of them is
         published. Requests that were only given pages or copies in it are computed again. All others go on. If
@@ -372,54 +452,50 @@ class Scheduler:
         self.kv.holdings.tell_again(plan.kv)
         with_rows = {row.sequence_id for row in plan.scheduled}
         with_pages = {change.sequence for change in plan.kv.assignments}
-        given_up = Abandoned([], [])
+        ended = []
         for request in [request for request in requests.values() if request.id in with_rows | with_pages]:
             if request.id in with_rows or request.state is State.LOADING:
-                given_up.ended.append(request.id)
-                given_up.quarantined.extend(self.roster.finish(request, keep_end=False))
+                ended.append(request.id)
+                self._give_up(request, keep_end=False)
             elif request.state is not State.WAITING:
                 self.roster.preempt(request, keep_end=False)
-        return given_up
+        return ended
 
     def _repair(self) -> None:
         """Start over if the last call was interrupted half-way: what each request holds is unknown then."""
         if self._moving:
             states = {request.id: request.state for request in self.requests.values()}
             # The others that end were being finished anyway: their callers have given them up.
-            lost = [id for id in self._start_over().ended if states[id] in (State.LOADING, State.HELD)]
+            lost = [id for id in self._start_over() if states[id] is State.LOADING]
             self._updates += [Update(id, (), "failed") for id in lost]
 
-    def _start_over(self, with_rows: Collection[str] = ()) -> Abandoned:
-        """Take the KV from every request, and empty the cache. Requests with rows in a step, and those that load, end;
-        all others are computed again."""
+    def _start_over(self, with_rows: Collection[str] = ()) -> list[str]:
+        """Take the KV from every request, and empty the cache. Requests with rows in a step, and those that load or are
+        held, end; all others are computed again. Returns the ids of the requests that ended."""
         self._moving = True
-        quarantined: QuarantinedPages = []
-        for request in self.roster.loading.values():
-            quarantined += self.kv.holdings.set_pending_aside(request.kv)
-        ended, kept = [], []
+        aside = {request.id: self.kv.holdings.set_pending_aside(request.kv) for request in self.roster.loading.values()}
+        ended, kept, given_up = [], [], []
         for request in self.requests.values():
-            stays = request.state in (State.WAITING, State.PREFILLING, State.DECODING)
+            stays = request.state in (State.FETCHING, State.WAITING, State.PREFILLING, State.DECODING)
             if stays and request.id not in with_rows and not request.flight and request.id in self.kv.sequences:
                 kept.append(request)
             else:
                 ended.append(request.id)
+                if request.in_transfer:
+                    given_up.append(GivenUp(request.id, aside.get(request.id, [])))
         self.kv.holdings.start_over(self.kv.sequences, {request.id for request in kept})
         self.roster.start_over(kept)
         self._settling, self._new_loads = [], []
         self._next_step = self.kv.pool.next_step
+        self._given_up += given_up
         self._moving = False
-        return Abandoned(ended, quarantined)
+        return ended
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
             self.roster.hold(request)
         else:
             self.roster.finish(request)
-
-    def _hands_over(self, request: Request) -> bool:
-        """Whether only a prefill worker's part of the request ends here, and not the request."""
-        whole = min(request.prompt_len + request.spec.max_tokens, self.kv.config.max_model_len)
-        return self.config.role is Role.PREFILL and request.max_total < whole
 
     def _commit_kv(self, request: Request, row: ScheduledRequest, v: int, *, keep_window: bool = False) -> None:
         flight, fed_to = request.flight, row.feed_to
@@ -433,6 +509,8 @@ class Scheduler:
 
     def _cut_at_end(self, request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """Returns the tokens up to the first stop token or the length limit, and what ended them."""
+        if request.spec.hand_over:
+            return tokens[:1], "prefilled"
         finish = None
         stop = request.spec.stop_tokens
         if stop:
@@ -443,7 +521,7 @@ class Scheduler:
         room = max(0, request.max_total - len(request.tokens))
         if len(tokens) >= room:
             if len(tokens) > room or finish is None:
-                finish = "prefilled" if self._hands_over(request) else "length"
+                finish = "length"
             tokens = tokens[:room]
         return tokens, finish
 
@@ -451,7 +529,8 @@ class Scheduler:
         """Start another continuation of the same prompt; it shares the prompt's pages if there is room to."""
         tokens = parent.tokens[: parent.prompt_len]
         tokens.append(token)
-        spec = replace(parent.spec, sequence_ids=parent.spec.sequence_ids[index : index + 1], prompt=tokens)
+        ids = parent.spec.sequence_ids[index : index + 1]
+        spec = replace(parent.spec, sequence_ids=ids, prompt=tokens, awaits_peer=False)
         child = self._enter(spec, tokens, parent.prompt_len)
         finish = "stop" if token in spec.stop_tokens else "length" if len(tokens) >= child.max_total else None
         if finish is not None:

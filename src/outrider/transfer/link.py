@@ -9,7 +9,6 @@ receives messages: a step may take seconds, and a lease must not run out meanwhi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from outrider.kv.intervals import SlotRun

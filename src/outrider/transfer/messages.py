@@ -127,7 +127,7 @@ class Refused(Message, frozen=True, kw_only=True):
 AnyMessage = Hello | Welcome | Fetch | Offered | Renew | Confirm | Confirmed | Release | Refused
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(AnyMessage).decode
+_decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(AnyMessage).decode
 
 
 def decode(frame: bytes) -> Message:

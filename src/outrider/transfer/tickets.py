@@ -27,7 +27,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     lease: bytes
     binding: bytes
     expires_s: float
-    """Time of day after which the ticket is not worth asking for. The lease itself ends by the prefill worker's clock."""
+    """Time of day after which the ticket is not worth a question. The lease itself ends by the prefill worker's
+    clock."""
 
 
 class ClusterKey:

@@ -1,0 +1,162 @@
+"""What the driver keeps and reports: limits, counters, and where each hand-off stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from outrider.kv.intervals import SlotRun
+from outrider.kv.ledger import Load
+from outrider.transfer.link import Failed, Landed
+from outrider.transfer.offers import GroupSignature, Offer
+from outrider.transfer.tickets import Ticket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferLimits:
+    """Times of one worker, in seconds of its clock."""
+
+    lease_s: float = 30.0
+    renew_s: float = 5.0
+    """How often D asks P to prolong its leases."""
+    answer_s: float = 5.0
+    """How long D waits for an answer, before it asks once more, and then gives up."""
+    read_s: float = 20.0
+    """How long all reads of one request may take."""
+    held_share: float = 0.25
+    """The largest share of each arena that P holds for peers."""
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Totals since the worker started."""
+
+    handed_over: int = 0
+    hand_overs_refused: int = 0
+    """Prompts that were handed over without KV, because too much was held already."""
+    leases_expired: int = 0
+    fetches: int = 0
+    fetch_failures: int = 0
+    """Requests whose KV did not come from their prefill worker, or not all of it."""
+    draft_groups_missing: int = 0
+    """Hand-offs without the drafter's KV, because the prefill worker runs another drafter or none."""
+    queried_tokens: int = 0
+    """Prompt tokens of requests with a ticket that the local cache did not hold."""
+    transferred_tokens: int = 0
+    transferred_bytes: int = 0
+    fences: int = 0
+    """Peers that were cut off because a read did not end."""
+
+
+class Tiers(Protocol):
+    """Memory behind the device, as the driver sees it: pages by key. Like a link, it never blocks."""
+
+    def load(self, load: Load, page: int, sequence: str) -> int:
+        """Start to fill a page; returns the number of the transfer. `Landed` or `Failed` follows."""
+
+    def poll(self) -> list[Landed | Failed]:
+        """Returns the loads that have ended since the last call."""
+
+
+class TransferChecks(Protocol):
+    """What a checker is told about slots that arrive."""
+
+    @property
+    def compares_bytes(self) -> bool:
+        """Whether the bytes of both workers are to be compared before they are used."""
+
+    def digest(self, sequence: str, load: Load) -> bytes:
+        """Returns the digest of the slots that a load has brought."""
+
+    def arrived(self, sequence: str, load: Load, runs: Sequence[SlotRun], sender: str) -> None:
+        """Note that slots are in place, and that their sender has confirmed them."""
+
+    def differs(self, sequence: str, load: Load, sender: str) -> None:
+        """Report that the bytes that arrived are not the sender's."""
+
+
+class Fetched(NamedTuple):
+    """What came of asking a prefill worker for a request's KV."""
+
+    sequence: str
+    offer: Offer | None
+    """None if there is none: the request is computed here, or fails, as the scheduler is configured."""
+    reason: str = ""
+
+
+class Settled(NamedTuple):
+    """How a hand-off ended, for the request's own figures."""
+
+    sequence: str
+    cached_tokens: int
+    """Prompt tokens that were in the local cache."""
+    transferred_tokens: int
+    bytes: int
+    queued_s: float
+    """From the offer until pages were free and reading began."""
+    read_s: float
+    confirmed_s: float
+    """From the last byte until the prefill worker had confirmed."""
+    reason: str
+    """Why some or all of the KV did not arrive; empty if all of it did."""
+
+
+class Phase(Enum):
+    ASKING = "asking"
+    QUEUED = "queued"
+    READING = "reading"
+    CONFIRMING = "confirming"
+
+
+@dataclass(slots=True, eq=False)
+class HandOff:
+    """One request's KV on its way to this worker."""
+
+    sequence: str
+    ticket: Ticket
+    takes_token: bool
+    phase: Phase
+    since_s: float
+    """When the phase began."""
+    deadline_s: float = 0.0
+    asked_again: bool = False
+    offer: Offer | None = None
+    pulls: dict[Load, tuple[SlotRun, ...]] = field(default_factory=dict)
+    """Loads that a peer sends, with the slots to copy."""
+    open: dict[int, Load] = field(default_factory=dict)
+    """Reads that have not ended, by number."""
+    landed: list[Load] = field(default_factory=list)
+    failed: list[Load] = field(default_factory=list)
+    reason: str = ""
+    cached_tokens: int = 0
+    wanted_tokens: int = 0
+    queued_s: float = 0.0
+    read_s: float = 0.0
+
+    @property
+    def peer(self) -> str:
+        return self.ticket.endpoint
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A prefill worker that this worker fetches from."""
+
+    endpoint: str
+    deadline_s: float
+    asked_again: bool = False
+    engine: str | None = None
+    """None until the peer has said Welcome."""
+    signatures: tuple[GroupSignature, ...] = ()
+    fencing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Aside:
+    """Pages in quarantine until the reads that may write to them have ended."""
+
+    pages: list[tuple[int, list[int]]]
+    peer_reads: set[int]
+    tier_loads: set[int]
