@@ -12,6 +12,7 @@ from outrider.backends.registry import select_backend
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
+from outrider.engine.transfers import EngineTransfers, load_failure_of, role_of
 from outrider.errors import ConfigError
 from outrider.kv.footprint import NO_DRAFTER
 from outrider.kv.layout import KVConfig, KVLayout
@@ -148,6 +149,8 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_chunk_tokens=config.max_num_batched_tokens,
+            role=role_of(config.kv_transfer_config),
+            load_failure=load_failure_of(config.kv_transfer_config),
         ),
         manager,
     )
@@ -167,7 +170,13 @@ def build_engine(
     if model.eos_ids and is_installed():
         table = token_table(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         grammars = Grammars(table, device=device)
-    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars)
+    transfers = None
+    if config.kv_transfer_config is not None:
+        compare_bytes = config.sanitizer != "off" and config.sanitizer_level == "bytes"
+        transfers = EngineTransfers(
+            config.kv_transfer_config, scheduler, runner.store, sanitizer=sanitizer, compare_bytes=compare_bytes
+        )
+    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars, transfers=transfers)
 
 
 def _least_confidence(speculation: SpeculativeConfig, backend: Backend) -> float:
@@ -188,9 +197,11 @@ def _kv_config(
     dtype: torch.dtype,
 ) -> KVConfig:
     budget = kv_budget_bytes(config, backend)
+    transfer = config.kv_transfer_config
     kv_config = unsized(
         layout,
-        identity=CacheIdentity(weights=model.fingerprint, dtype=str(dtype), layout=PAGE_LAYOUT),
+        identity=CacheIdentity(weights=model.fingerprint, dtype=_arithmetic(config, dtype), layout=PAGE_LAYOUT),
+        keep_margin=layout.margin if transfer is not None and transfer.hands_over else 0,
         prefix_caching=config.enable_prefix_caching,
         retention=Retention.of(config.kv_retention),
         max_model_len=limit,
@@ -206,6 +217,12 @@ def _kv_config(
         kv_config = replace(kv_config, max_model_len=longest)
     most_tokens = _most_tokens(config, longest, layout)
     return sized(layout, kv_config, k=k, budget_bytes=budget, most_tokens=most_tokens)
+
+
+def _arithmetic(config: EngineConfig, dtype: torch.dtype) -> str:
+    """Returns what a slot's bytes depend on besides weights and layout: weights that are converted to float32 give
+    other last bits than weights that are read as they are stored."""
+    return f"{dtype}, expanded weights" if config.expand_weights else str(dtype)
 
 
 def _most_tokens(config: EngineConfig, longest: int, layout: KVLayout) -> int | None:

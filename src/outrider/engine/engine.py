@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import wraps
 from itertools import count
 from threading import Lock
@@ -19,8 +20,16 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.engine.continuation import Continuation
-from outrider.engine.outputs import Origin, RequestMetrics, RequestOutput, SpeculationCounts
+from outrider.engine.outputs import (
+    Origin,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationCounts,
+    TransferCounters,
+    TransferTimes,
+)
 from outrider.engine.request import LiveRequest, checked_prompt
+from outrider.engine.transfers import EngineTransfers
 from outrider.errors import BusyError, RequestError
 from outrider.grammar import Grammar
 from outrider.models.load import LoadedModel
@@ -30,9 +39,10 @@ from outrider.runner.sampler import RequestSampling, TokenLogprobs
 from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.scheduler import RequestSpec, Scheduler
-from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update
+from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
 from outrider.structured.grammars import Grammars
 from outrider.structured.matcher import Matcher
+from outrider.transfer.records import Fetched
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -67,6 +77,7 @@ class Engine:
         sanitizer: Sanitizer | None = None,
         k: int = 0,
         grammars: Grammars | None = None,
+        transfers: EngineTransfers | None = None,
     ) -> None:
         """`engine.build.build_engine` puts an engine together."""
         self.config = config
@@ -77,6 +88,8 @@ class Engine:
         self.k = k
         self.grammars = grammars
         """None if the engine cannot keep to grammars: it then refuses requests that bring one."""
+        self.transfers = transfers
+        """None if the engine neither hands KV over nor takes it from others."""
         self.speculation = SpeculationCounts()
         self.lock = Lock()
         """Held by the call that is inside the engine: see `exclusive`."""
@@ -86,6 +99,8 @@ class Engine:
         self._sequences: dict[str, tuple[LiveRequest, Continuation]] = {}
         """Continuations that have not ended, by sequence id."""
         self._sequence_numbers = count()
+        self._idle = False
+        """Whether the last step found nothing to do."""
 
     @property
     def supports_grammars(self) -> bool:
@@ -98,6 +113,37 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be done before other workers answer or KV arrives; `wait` sleeps until then."""
+        return self.transfers is not None and self._idle and self.has_work
+
+    def wait(self, limit_s: float = 1.0) -> None:
+        """Sleep until a step has something to do, at most this long. Called between steps, if the engine waits."""
+        assert self.transfers is not None
+        self.transfers.wait(limit_s)
+
+    def tend(self) -> None:
+        """Give back KV that is not held for other workers any more. Called now and then while there are no requests."""
+        if self.transfers is not None and not self.has_work:
+            with self.lock:
+                self.transfers.advance()
+
+    def transfer_counters(self) -> TransferCounters:
+        if self.transfers is None:
+            return TransferCounters()
+        driver = self.transfers.driver
+        return TransferCounters(
+            **asdict(driver.counters),
+            recomputed_prompts=self.transfers.recomputed_prompts,
+            held_pages=driver.lender.held_pages,
+        )
+
+    def close(self) -> None:
+        """End the engine's connections to other workers. Nothing is written to its memory after this returns."""
+        if self.transfers is not None:
+            self.transfers.close()
 
     def output(self, request_id: str) -> RequestOutput:
         """Returns the result of a request that has not ended: a live object, which grows."""
@@ -116,10 +162,14 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         speculate: bool = True,
+        hand_over: bool = False,
+        ticket: str | None = None,
     ) -> None:
         """Queue a request, or refuse it with the reason; no other request is affected.
 
-        Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing.
+        Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing. With `hand_over` it ends
+        with its first token, and its KV is held for a decode worker, which the output's `ticket` leads to it. With such
+        a `ticket` it starts from the KV that a prefill worker holds.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
@@ -128,6 +178,20 @@ class Engine:
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
             )
+        if self.transfers is None and (hand_over or ticket is not None):
+            raise RequestError(
+                f"request {request_id!r}: this engine neither hands KV over nor takes it; give it a kv_transfer_config"
+            )
+        if hand_over:
+            # The decode worker makes the continuations, and computes the prompt's scores.
+            params = replace(params, n=1, prompt_logprobs=None)
+        opened = None
+        if self.transfers is not None and ticket is not None:
+            opened = self.transfers.open_ticket(request_id, ticket)
+            if params.prompt_logprobs is not None:
+                # Every row of the prompt has to be computed here.
+                self.transfers.decline(opened)
+                opened = None
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live:
@@ -175,6 +239,8 @@ class Engine:
                 ),
                 salt=salt,
                 use_cache=params.prompt_logprobs is None,
+                hand_over=hand_over,
+                awaits_peer=opened is not None,
             )
         )
         try:
@@ -182,6 +248,9 @@ class Engine:
             self._sequences.update({each.sequence_id: (live, each) for each in continuations})
             running = RunningRequest(record, sampling, forks=samplings[1:], prompt_logprobs=params.prompt_logprobs)
             self._start(live, continuations[0], running)
+            if self.transfers is not None and opened is not None:
+                sequence_id = continuations[0].sequence_id
+                self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=params.n == 1)
         except BaseException:
             # Either all parts know the request, or none does.
             self._drop_all(live)
@@ -249,6 +318,10 @@ class Engine:
     def _drop(self, sequence_id: str) -> None:
         """Have the scheduler and the runner forget a continuation."""
         self.scheduler.abort(sequence_id)
+        self._leave(sequence_id)
+
+    def _leave(self, sequence_id: str) -> None:
+        """Have everything but the scheduler forget a continuation, which may hold its KV for another worker."""
         self.runner.forget(sequence_id)
         self._sequences.pop(sequence_id, None)
         if self.sanitizer is not None:
@@ -277,17 +350,23 @@ class Engine:
         self._abort_pending()
         plan = None
         try:
+            changed = self._take_answers()
             plan, planned_s = self.scheduler.schedule(), time.monotonic()
+            if self.transfers is not None:
+                self.transfers.start_loads()
+                self._idle = not (plan.scheduled or plan.kv.copies or changed)
             result = self.runner.run(plan)
             updates = self.scheduler.commit(plan, result.verdict)
-            return self._hand_out(plan, result, updates, planned_s)
+            self._note_transfers()
+            changed |= self._hand_out(plan, result, updates, planned_s)
+            return list(changed.values())
         except BaseException as error:
             self._abandon(plan, error)
             raise
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
         """End the requests of a step that was interrupted: how far it got is unknown."""
-        lost = self.scheduler.abandon(plan).ended
+        lost = self.scheduler.abandon(plan)
         # Some of its sequences may have left the scheduler already, without their callers having been told.
         lost += [row.sequence_id for row in plan.scheduled] if plan is not None else []
         requests = {self._sequences[id][0].id: self._sequences[id][0] for id in lost if id in self._sequences}
@@ -302,17 +381,61 @@ class Engine:
                 continuation.output.finish_reason = continuation.output.finish_reason or "error"
             self._close(live)
 
+    def _take_answers(self) -> dict[str, RequestOutput]:
+        """Take in what has come from other workers: first tokens with their log-probabilities, and KV that was lost.
+        Returns the outputs that this changed."""
+        if self.transfers is None:
+            return {}
+        scored: dict[str, list[TokenLogprobs]] = {}
+        for answer in self.transfers.advance():
+            if answer.sequence in self._sequences:
+                self._note_answer(answer, scored)
+        self._note_transfers()
+        updates = self.scheduler.take_updates()
+        nothing = StepResult(Verdict(step=-1, tokens=(), proposed=()), scored, {}, {}, {})
+        return self._take_updates(updates, {}, nothing) if updates else {}
+
+    def _note_answer(self, answer: Fetched, scored: dict[str, list[TokenLogprobs]]) -> None:
+        live, continuation = self._sequences[answer.sequence]
+        live.transfer_failure, offer = answer.reason, answer.offer
+        if offer is None or len(live.continuations) > 1:
+            return
+        continuation.sampling.adopt_seed(offer.seed)
+        continuation.sampling.append([offer.first_token])
+        wanted, score = continuation.sampling.params.logprobs, offer.logprobs
+        if wanted is not None and score is not None:
+            scored[answer.sequence] = [TokenLogprobs(score.token, score.logprob, score.rank, tuple(score.top[:wanted]))]
+
+    def _note_transfers(self) -> None:
+        for settled in self.transfers.take_settled() if self.transfers is not None else ():
+            live, _continuation = self._sequences.get(settled.sequence, (None, None))
+            if live is not None:
+                live.transfer_failure = settled.reason
+                metrics = live.output.metrics
+                metrics.cached_tokens, metrics.transferred_tokens = settled.cached_tokens, settled.transferred_tokens
+                metrics.transfer = TransferTimes(
+                    queued_s=settled.queued_s,
+                    read_s=settled.read_s,
+                    confirmed_s=settled.confirmed_s,
+                    bytes=settled.bytes,
+                )
+
     def _hand_out(
         self, plan: StepPlan, result: StepResult, updates: Sequence[Update], planned_s: float
-    ) -> list[RequestOutput]:
+    ) -> dict[str, RequestOutput]:
         """Bring the outputs up to date; returns those that changed."""
         verified = {
             row.sequence_id: (row.drafts, len(tokens))
             for row, tokens in zip(plan.scheduled, result.verdict.tokens, strict=True)
         }
-        changed: dict[str, LiveRequest] = {}
         for row in plan.scheduled:
             self._note_row(row, result, planned_s)
+        return self._take_updates(updates, verified, result)
+
+    def _take_updates(
+        self, updates: Sequence[Update], verified: Mapping[str, tuple[int, int]], result: StepResult
+    ) -> dict[str, RequestOutput]:
+        changed: dict[str, LiveRequest] = {}
         for update in updates:
             live, continuation = self._sequences.get(update.sequence_id, (None, None))
             if live is None or continuation is None:
@@ -320,7 +443,12 @@ class Engine:
             changed[live.id] = live
             failure = result.failed.get(update.sequence_id)
             if failure is not None or update.finish == "failed":
-                live.output.error = "its KV could not be loaded" if failure is None else str(failure)
+                if failure is None:
+                    why = live.transfer_failure or "a transfer was interrupted"
+                    live.output.error = f"its KV did not come from its prefill worker: {why}; send the request again"
+                    live.output.error_code = "kv_transfer_failed"
+                else:
+                    live.output.error = str(failure)
                 live.output.error_is_callers = isinstance(failure, RequestError)
                 self._end_all(live, "error")
             else:
@@ -328,7 +456,7 @@ class Engine:
         for live in changed.values():
             if live.finished:
                 self._close(live)
-        return [live.output for live in changed.values()]
+        return {live.id: live.output for live in changed.values()}
 
     def _note_row(self, row: ScheduledRequest, result: StepResult, planned_s: float) -> None:
         output = self._sequences[row.sequence_id][0].output
@@ -336,7 +464,8 @@ class Engine:
         if metrics.scheduled_s is None:
             metrics.scheduled_s = planned_s
             # Where its first rows begin. It may have ended with them, so the scheduler cannot be asked.
-            metrics.cached_tokens = row.start
+            if metrics.transfer is None:
+                metrics.cached_tokens = row.start
         for position, score in result.prompt_logprobs.get(row.sequence_id, ()):
             assert output.prompt_logprobs is not None
             output.prompt_logprobs[position] = score
@@ -353,7 +482,9 @@ class Engine:
         metrics, tokens, (drafts, given) = live.output.metrics, update.tokens, verified
         if tokens and metrics.first_token_s is None:
             metrics.first_token_s = time.monotonic()
-        metrics.steps += 1
+        # A first token that a prefill worker sampled took no step here.
+        is_new_fork = not continuation.output.tokens
+        metrics.steps += given > 0 or is_new_fork
         origins = [Origin.PLAIN] * len(tokens)
         if drafts:
             origins = token_origins(given, drafts)
@@ -362,9 +493,31 @@ class Engine:
         if not continuation.output.tokens:
             self._start_fork(live, continuation, update)
         logprobs = self._logprobs(live, continuation, result)
+        if update.finish == "prefilled":
+            self._hand_over(live, continuation, tokens[0], logprobs)
+            return
         stopped = continuation.take(tokens, origins, logprobs, update.finish)
         if stopped or update.finish is not None:
             self._drop(update.sequence_id)
+
+    def _hand_over(
+        self, live: LiveRequest, continuation: Continuation, token: int, logprobs: Sequence[TokenLogprobs] | None
+    ) -> None:
+        """End a request here whose prompt was computed for a decode worker, and promise its KV to that worker."""
+        assert self.transfers is not None
+        record = self.scheduler.requests[continuation.sequence_id]
+        finish = "stop" if token in record.spec.stop_tokens else "length"
+        if continuation.take((token,), (Origin.PLAIN,), logprobs, finish):
+            continuation.end(finish)
+        live.output.ticket = self.transfers.hand_over(
+            continuation.sequence_id,
+            record.tokens[: record.prompt_len],
+            live.salt,
+            first_token=token,
+            seed=continuation.sampling.request_seed,
+            scored=logprobs[0] if logprobs else None,
+        )
+        self._leave(continuation.sequence_id)
 
     def _start_fork(self, live: LiveRequest, continuation: Continuation, update: Update) -> None:
         """Let a fork, whose first token was drawn beside its request's, run on its own from now on."""

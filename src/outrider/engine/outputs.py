@@ -9,7 +9,15 @@ from enum import Enum
 from outrider.engine.speculation import SpeculationCounts
 from outrider.runner.sampler import TokenLogprobs
 
-__all__ = ["CompletionOutput", "Origin", "RequestMetrics", "RequestOutput", "SpeculationCounts"]
+__all__ = [
+    "CompletionOutput",
+    "Origin",
+    "RequestMetrics",
+    "RequestOutput",
+    "SpeculationCounts",
+    "TransferCounters",
+    "TransferTimes",
+]
 
 
 def _no_tokens() -> array[int]:
@@ -64,6 +72,42 @@ class CompletionOutput:
         return self.tokens[self.prompt_len + start : self.prompt_len + end].tolist()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferTimes:
+    """What it took to move a prompt's KV from its prefill worker."""
+
+    queued_s: float
+    """From the prefill worker's offer until pages were free here and reading began."""
+    read_s: float
+    confirmed_s: float
+    """From the last byte until the prefill worker had confirmed that all of it was in place."""
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferCounters:
+    """Totals of hand-offs since the engine started."""
+
+    handed_over: int = 0
+    hand_overs_refused: int = 0
+    """Prompts that were handed over without KV, because too much was held for others already."""
+    leases_expired: int = 0
+    fetches: int = 0
+    fetch_failures: int = 0
+    """Requests whose KV did not come from their prefill worker, or not all of it."""
+    draft_groups_missing: int = 0
+    """Hand-offs without the drafter's KV, because the prefill worker runs another drafter or none."""
+    queried_tokens: int = 0
+    """Prompt tokens of requests with a ticket that the local cache did not hold."""
+    transferred_tokens: int = 0
+    transferred_bytes: int = 0
+    fences: int = 0
+    """Prefill workers that were cut off because a read did not end."""
+    recomputed_prompts: int = 0
+    held_pages: int = 0
+    """Pages that are held for decode workers now."""
+
+
 @dataclass(slots=True)
 class RequestMetrics:
     arrival_s: float
@@ -73,6 +117,9 @@ class RequestMetrics:
     finished_s: float | None = None
     cached_tokens: int = 0
     """Number of prompt tokens that came from the prefix cache."""
+    transferred_tokens: int = 0
+    """Number of prompt tokens whose KV came from a prefill worker."""
+    transfer: TransferTimes | None = None
     steps: int = 0
     """Number of target passes that sampled for this request."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -94,6 +141,10 @@ class RequestOutput:
     """Why the request ended, where finish_reason is error."""
     error_is_callers: bool = False
     """Whether the request's own settings caused the error, so that sending it again cannot help."""
+    error_code: str | None = None
+    """A name for the error that programs can test for: kv_transfer_failed."""
+    ticket: str | None = None
+    """What a decode worker needs to take the request over, if it was handed over with its KV."""
 
     @property
     def prompt_token_ids(self) -> list[int]:

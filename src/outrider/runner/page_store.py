@@ -10,7 +10,8 @@ an arena have pages of equal bytes and different lengths; the unused bytes of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from math import prod
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 from outrider.backends.attention import PagedKV
 from outrider.backends.base import Backend
 from outrider.errors import ConfigError
+from outrider.kv.intervals import Interval, pages_under
 from outrider.kv.layout import KVLayout
 from outrider.kv.plan import PageCopy
 from outrider.models.kv_groups import LayerGroups
+from outrider.transfer.links.memory import ArenaMemory, GroupMemory, MemoryMap
 
 
 class PageStore:
@@ -41,6 +44,7 @@ class PageStore:
         ]
         self._groups: list[Tensor] = []
         """The pages of each group: [pages, layers, 2, kv_heads, page_tokens, head_dim]."""
+        self._arena_of = layout.arena_of
         for owner in owners:
             for spec, layers in zip(owner.specs, owner.layers_in, strict=True):
                 arena = self._arenas[layout.arena_of[len(self._groups)]]
@@ -65,6 +69,43 @@ class PageStore:
         """Returns a page's content, for a checksum."""
         tensor = self._groups[group][page].contiguous().cpu()
         return tensor.view(torch.uint8).numpy().tobytes()
+
+    def slots_digest(self, group: int, pages: Sequence[int], interval: Interval) -> bytes:
+        """Returns a digest of slots in the order of their positions: two workers with other page sizes, and other
+        pages, get the same one. `pages` is indexed by page number."""
+        hasher = blake2b(digest_size=16)
+        size = self._groups[group].shape[-2]
+        for number in pages_under(interval, size):
+            first, stop = max(0, interval.start - number * size), min(size, interval.end - number * size)
+            slots = self._groups[group][pages[number], ..., first:stop, :].movedim(-2, 0).contiguous().cpu()
+            hasher.update(slots.view(torch.uint8).numpy().tobytes())
+        return hasher.digest()
+
+    def memory_map(self) -> MemoryMap:
+        """Returns where the pages lie in this process, for a link that copies them."""
+        if any(arena.device.type != "cpu" for arena in self._arenas):
+            raise ConfigError(
+                "kv_transfer_config: KV in a GPU's memory cannot be handed over yet; use --device cpu, or leave "
+                "kv_transfer_config out"
+            )
+        arenas = [
+            ArenaMemory(
+                base=arena.data_ptr(), page_bytes=arena.shape[1] * arena.element_size(), num_pages=arena.shape[0]
+            )
+            for arena in self._arenas
+        ]
+        groups = []
+        for group, pages in enumerate(self._groups):
+            _pages, layers, two, heads, page_tokens, head_dim = pages.shape
+            groups.append(
+                GroupMemory(
+                    arena=self._arena_of[group],
+                    planes=layers * two * heads,
+                    page_tokens=page_tokens,
+                    plane_slot_bytes=head_dim * pages.element_size(),
+                )
+            )
+        return MemoryMap(arenas=arenas, groups=groups)
 
     @property
     def total_bytes(self) -> int:

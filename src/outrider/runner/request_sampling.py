@@ -112,6 +112,12 @@ class RequestSampling:
         if self.history is not None:
             self.history.add(tokens, 1.0)
 
+    def adopt_seed(self, seed: int) -> None:
+        """Draw from now on as the worker does that drew this request's first token."""
+        if self.params.seed is None:
+            self.request_seed = seed
+            self.seed = fork_seed(seed, 0)
+
     def fork(self, number: int) -> RequestSampling:
         """Another continuation that shares what was committed so far, with noise of its own."""
         twin = object.__new__(RequestSampling)

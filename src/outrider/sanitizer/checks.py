@@ -309,6 +309,11 @@ class Sanitizer(KVObserver):
                 what = "a slot is taken over from a transfer that did not bring it"
                 self._fail_slot("I6", what, sequence.id, group, position, page)
 
+    def transfer_differs(self, request: str, group: int, interval: Interval, sender: str) -> None:
+        """I6 at level `bytes`: the slots that arrived are not those that their sender holds."""
+        what = f"the bytes of {interval} that arrived differ from those of their sender {sender}"
+        self._fail("I6", what, request=request, group=group, position=interval.start)
+
     # ---- the ledger against the shadow -------------------------------------------------------------
 
     def committing(self, sequence: SequenceKV) -> None:

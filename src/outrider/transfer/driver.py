@@ -130,6 +130,10 @@ class TransferDriver:
         elif peer.engine is not None and not peer.fencing:
             self._ask(hand_off, peer)
 
+    def decline(self, ticket: Ticket) -> None:
+        """Let the prefill worker of a ticket know that its KV is not needed."""
+        self._link.send(ticket.endpoint, Release(lease=ticket.lease, reader=self.engine))
+
     def _refuse_ticket(self, ticket: Ticket, binding: bytes) -> str:
         """Returns why a ticket, which is of this cluster, is of no use; nothing if it is of use."""
         if ticket.version != PROTOCOL:

@@ -10,6 +10,7 @@ book before its pages are given back: as long as `held` says yes, the pages are 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -35,9 +36,11 @@ class _Lease:
 
 
 class LeaseBook:
-    def __init__(self, duration_s: float) -> None:
-        """Times are those of the worker's own clock."""
+    def __init__(self, duration_s: float, *, on_ended: Callable[[], None] | None = None) -> None:
+        """Times are those of the worker's own clock. `on_ended` is called, on the link's thread, when a reader has
+        released a lease, so that its pages can be given back at once."""
         self.duration_s = duration_s
+        self._on_ended = on_ended
         self._lock = Lock()
         self._leases: dict[bytes, _Lease] = {}
         self._ended: list[EndedLease] = []
@@ -80,8 +83,11 @@ class LeaseBook:
         """End a lease that this reader has claimed, or that nobody has."""
         with self._lock:
             found = self._leases.get(lease)
-            if found is not None and found.reader in (None, reader):
+            ends = found is not None and found.reader in (None, reader)
+            if ends:
                 self._end(lease, expired=False)
+        if ends and self._on_ended is not None:
+            self._on_ended()
 
     def expire(self, now_s: float) -> None:
         """End every lease that has run out."""
@@ -115,10 +121,6 @@ class LeaseBook:
         """Number of leases that a peer may be reading under."""
         with self._lock:
             return sum(lease.reader is not None for lease in self._leases.values())
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self._ended)
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -24,6 +24,7 @@ class Lender:
         clock: Callable[[], float],
         time_of_day: Callable[[], float],
         digest_slots: Digest | None = None,
+        on_ended: Callable[[], None] | None = None,
     ) -> None:
         """`engine`: an id that is new at each start. `clock`: the one that leases run by."""
         self.engine = engine
@@ -38,7 +39,7 @@ class Lender:
         self._key = key
         self._clock = clock
         self._time_of_day = time_of_day
-        self.leases = LeaseBook(limits.lease_s)
+        self.leases = LeaseBook(limits.lease_s, on_ended=on_ended)
         self.desk = Desk(
             engine=engine,
             digest=layout_digest(self._layout, identity),

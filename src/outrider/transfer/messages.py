@@ -67,6 +67,7 @@ class ScoredToken(Part, frozen=True, kw_only=True):
 
     token: int
     logprob: float
+    rank: int
     top: list[tuple[int, float]]
 
 

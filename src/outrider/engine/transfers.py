@@ -1,0 +1,230 @@
+"""An engine's part in hand-offs: tickets from its callers, its memory, and what its checker must be told.
+
+The driver (`transfer/driver.py`) moves the KV; this file is where it meets the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import time
+from collections.abc import Sequence
+
+from outrider.config import KVTransferConfig
+from outrider.errors import ConfigError, RequestError
+from outrider.kv.intervals import Interval, SlotRun
+from outrider.kv.ledger import Load
+from outrider.runner.logprobs import TokenLogprobs
+from outrider.runner.page_store import PageStore
+from outrider.sanitizer import Sanitizer
+from outrider.sanitizer.shadow import DURABLE
+from outrider.scheduler import LoadFailure, Role, Scheduler
+from outrider.transfer.desk import Desk
+from outrider.transfer.driver import TransferDriver
+from outrider.transfer.lending import Lender
+from outrider.transfer.link import Link
+from outrider.transfer.links.memory import MemoryMap
+from outrider.transfer.messages import ScoredToken
+from outrider.transfer.offers import OfferedGroup, prompt_binding
+from outrider.transfer.records import Fetched, Settled, TransferLimits
+from outrider.transfer.tickets import ClusterKey, Ticket
+
+logger = logging.getLogger("outrider.transfer")
+
+ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+RENEWALS_PER_LEASE = 6
+"""How often a lease is prolonged before it would run out."""
+
+
+def role_of(config: KVTransferConfig | None) -> Role:
+    return Role.BOTH if config is None else ROLES[config.kv_role]
+
+
+def load_failure_of(config: KVTransferConfig | None) -> LoadFailure:
+    return LoadFailure.RECOMPUTE if config is None else LoadFailure(config.kv_load_failure_policy)
+
+
+class EngineTransfers:
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        scheduler: Scheduler,
+        store: PageStore,
+        *,
+        sanitizer: Sanitizer | None = None,
+        compare_bytes: bool = False,
+    ) -> None:
+        if config.cluster_key is None:
+            raise ConfigError(
+                "kv_transfer_config needs a cluster key, the same for all workers; give --cluster-key @FILE, or "
+                "cluster_key in Python"
+            )
+        self.config = config
+        self.engine = secrets.token_hex(8)
+        self._key = ClusterKey(config.cluster_key)
+        self._store = store
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        limits = TransferLimits(
+            lease_s=config.lease_s,
+            renew_s=config.lease_s / RENEWALS_PER_LEASE,
+            answer_s=config.answer_limit_s,
+            read_s=config.read_limit_s,
+            held_share=config.held_share,
+        )
+        lender = Lender(
+            scheduler,
+            engine=self.engine,
+            key=self._key,
+            limits=limits,
+            clock=time.monotonic,
+            time_of_day=time.time,
+            digest_slots=self._digest_held,
+            on_ended=self.wake,
+        )
+        self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
+        checks = None if sanitizer is None else SlotChecks(sanitizer, scheduler, store, compare_bytes)
+        self.driver = TransferDriver(
+            scheduler, self.link, lender, clock=time.monotonic, time_of_day=time.time, checks=checks
+        )
+        self.recomputed_prompts = 0
+        """Number of prompts that were computed here although a prefill worker had computed them."""
+
+    def _digest_held(self, group: int, held: OfferedGroup, interval: Interval) -> bytes:
+        return self._store.slots_digest(group, held.pages, interval)
+
+    # ---- requests ----------------------------------------------------------------------------------
+
+    def open_ticket(self, request_id: str, ticket: str) -> Ticket:
+        """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
+        if not self.config.fetches:
+            raise RequestError(
+                f"request {request_id!r} is to start from another worker's KV, but this worker only computes prompts "
+                "(kv_role kv_producer); send it to a decode worker"
+            )
+        return self._key.open(ticket)
+
+    def fetch(self, sequence: str, ticket: Ticket, tokens: Sequence[int], salt: str, *, takes_token: bool) -> None:
+        self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
+
+    def decline(self, ticket: Ticket) -> None:
+        """Let a prefill worker know that its KV is not needed."""
+        self.recomputed_prompts += 1
+        self.driver.decline(ticket)
+
+    def hand_over(
+        self,
+        sequence: str,
+        prompt: Sequence[int],
+        salt: str,
+        *,
+        first_token: int,
+        seed: int,
+        scored: TokenLogprobs | None,
+    ) -> str | None:
+        """Returns the ticket for a prompt that was computed; None if too much is held for others already."""
+        logprobs = None
+        if scored is not None:
+            logprobs = ScoredToken(token=scored.token, logprob=scored.logprob, rank=scored.rank, top=list(scored.top))
+        return self.driver.hand_over(
+            sequence,
+            binding=prompt_binding(prompt, salt=salt),
+            first_token=first_token,
+            seed=seed,
+            logprobs=logprobs,
+        )
+
+    # ---- steps -------------------------------------------------------------------------------------
+
+    def advance(self) -> list[Fetched]:
+        fetched = self.driver.advance()
+        for answer in fetched:
+            if answer.offer is None:
+                self.recomputed_prompts += 1
+                logger.warning("no KV came for request %s: %s", answer.sequence, answer.reason)
+        return fetched
+
+    def start_loads(self) -> None:
+        self.driver.start_loads()
+
+    def take_settled(self) -> list[Settled]:
+        settled = self.driver.take_settled()
+        for hand_off in settled:
+            if hand_off.reason:
+                logger.warning("not all KV came for request %s: %s", hand_off.sequence, hand_off.reason)
+        return settled
+
+    # ---- waiting -----------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """End a wait of the engine's thread. May be called on any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Descriptors that are readable when `advance` has something to do."""
+        return (self.link.fileno(), self._wake)
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds after which `advance` has something to do at the latest; None if never."""
+        deadline_s = self.driver.next_deadline_s
+        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+
+    def woken(self) -> None:
+        """Note that a wait has ended."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+
+    def wait(self, limit_s: float) -> None:
+        """Sleep until `advance` has something to do, at most this long."""
+        own_limit_s = self.limit_s
+        select.select(self.files, [], [], limit_s if own_limit_s is None else min(limit_s, own_limit_s))
+        self.woken()
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+def make_link(config: KVTransferConfig, memory: MemoryMap, desk: Desk, key: ClusterKey, *, engine: str) -> Link:
+    if config.kv_connector == "local":
+        from outrider.transfer.links.local import LocalLink
+
+        return LocalLink(memory, desk, engine=engine)
+    from outrider.transfer.links.nixl import NixlLink
+
+    return NixlLink(
+        memory, desk, key, host=config.kv_ip, port=config.kv_port, engine=engine, transport=config.kv_transport
+    )
+
+
+class SlotChecks:
+    """Tells the sanitizer about slots that arrive, and compares their bytes with the sender's at level `bytes`."""
+
+    def __init__(self, sanitizer: Sanitizer, scheduler: Scheduler, store: PageStore, compares_bytes: bool) -> None:
+        self._sanitizer = sanitizer
+        self._kv = scheduler.kv
+        self._store = store
+        self._compares_bytes = compares_bytes
+
+    @property
+    def compares_bytes(self) -> bool:
+        return self._compares_bytes
+
+    def digest(self, sequence: str, load: Load) -> bytes:
+        pages = self._kv.sequences[sequence].groups[load.group].pages
+        return self._store.slots_digest(load.group, pages, load.interval)
+
+    def arrived(self, sequence: str, load: Load, runs: Sequence[SlotRun], sender: str) -> None:
+        steps = self._sanitizer.steps
+        for run in runs:
+            # The ticket is bound to this very prompt, so the sender's slots have the identity of ours.
+            ids = steps.identities(sequence, load.group, Interval(run.start, run.start + run.slots))
+            states = bytes([DURABLE]) * len(ids)
+            steps.landed(sequence, load.group, run.destination_page, run.destination_offset, ids, states, sender)
+
+    def differs(self, sequence: str, load: Load, sender: str) -> None:
+        self._sanitizer.transfer_differs(sequence, load.group, load.interval, sender)
