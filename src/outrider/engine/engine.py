@@ -42,7 +42,8 @@ from outrider.scheduler import RequestSpec, Scheduler
 from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
 from outrider.structured.grammars import Grammars
 from outrider.structured.matcher import Matcher
-from outrider.transfer.records import Fetched
+from outrider.transfer.messages import ScoredToken
+from outrider.transfer.records import Fetched, FirstToken
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -402,6 +403,7 @@ class Engine:
             return
         continuation.sampling.adopt_seed(offer.seed)
         continuation.sampling.append([offer.first_token])
+        self.runner.requests[answer.sequence].adopt_drafts(offer.drafts, offer.drafts_worth_asking)
         wanted, score = continuation.sampling.params.logprobs, offer.logprobs
         if wanted is not None and score is not None:
             scored[answer.sequence] = [TokenLogprobs(score.token, score.logprob, score.rank, tuple(score.top[:wanted]))]
@@ -509,14 +511,16 @@ class Engine:
         finish = "stop" if token in record.spec.stop_tokens else "length"
         if continuation.take((token,), (Origin.PLAIN,), logprobs, finish):
             continuation.end(finish)
-        live.output.ticket = self.transfers.hand_over(
-            continuation.sequence_id,
-            record.tokens[: record.prompt_len],
-            live.salt,
-            first_token=token,
-            seed=continuation.sampling.request_seed,
-            scored=logprobs[0] if logprobs else None,
+        running = self.runner.requests[continuation.sequence_id]
+        first = FirstToken(
+            token,
+            continuation.sampling.request_seed,
+            None if not logprobs else ScoredToken(**logprobs[0]._asdict()),
+            tuple(running.drafts),
+            running.next_drafts_worth_asking,
         )
+        prompt = record.tokens[: record.prompt_len]
+        live.output.ticket = self.transfers.hand_over(continuation.sequence_id, prompt, live.salt, first)
         self._leave(continuation.sequence_id)
 
     def _start_fork(self, live: LiveRequest, continuation: Continuation, update: Update) -> None:

@@ -16,7 +16,6 @@ from outrider.config import KVTransferConfig
 from outrider.errors import ConfigError, RequestError
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.ledger import Load
-from outrider.runner.logprobs import TokenLogprobs
 from outrider.runner.page_store import PageStore
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.shadow import DURABLE
@@ -26,9 +25,8 @@ from outrider.transfer.driver import TransferDriver
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
-from outrider.transfer.messages import ScoredToken
 from outrider.transfer.offers import OfferedGroup, prompt_binding
-from outrider.transfer.records import Fetched, Settled, TransferLimits
+from outrider.transfer.records import Fetched, FirstToken, Settled, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")
@@ -113,27 +111,9 @@ class EngineTransfers:
         self.recomputed_prompts += 1
         self.driver.decline(ticket)
 
-    def hand_over(
-        self,
-        sequence: str,
-        prompt: Sequence[int],
-        salt: str,
-        *,
-        first_token: int,
-        seed: int,
-        scored: TokenLogprobs | None,
-    ) -> str | None:
+    def hand_over(self, sequence: str, prompt: Sequence[int], salt: str, first: FirstToken) -> str | None:
         """Returns the ticket for a prompt that was computed; None if too much is held for others already."""
-        logprobs = None
-        if scored is not None:
-            logprobs = ScoredToken(token=scored.token, logprob=scored.logprob, rank=scored.rank, top=list(scored.top))
-        return self.driver.hand_over(
-            sequence,
-            binding=prompt_binding(prompt, salt=salt),
-            first_token=first_token,
-            seed=seed,
-            logprobs=logprobs,
-        )
+        return self.driver.hand_over(sequence, binding=prompt_binding(prompt, salt=salt), first=first)
 
     # ---- steps -------------------------------------------------------------------------------------
 

@@ -82,6 +82,15 @@ class RunningRequest:
         matcher = self.sampling.matcher
         self.forced = [] if matcher is None else matcher.forced(k)
 
+    @property
+    def next_drafts_worth_asking(self) -> int | None:
+        """How many drafts to ask for next; None for as many as may be."""
+        return self._worth_asking
+
+    def adopt_drafts(self, drafts: Sequence[int], worth_asking: int | None) -> None:
+        """Have drafts of the worker verified that computed the prompt, and ask for as many as it would have."""
+        self.drafts, self._worth_asking = list(drafts), worth_asking
+
     def worth_asking(self, k: int) -> int:
         """Returns how many of at most `k` drafts are likely to be accepted: a block costs the same either way."""
         return k if self._worth_asking is None else min(k, self._worth_asking + len(self.forced))

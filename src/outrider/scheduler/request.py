@@ -69,7 +69,8 @@ class RequestSpec:
     use_cache: bool = True
     """False for prompt log-probabilities: every prompt row must be computed."""
     hand_over: bool = False
-    """Whether the request ends with its first token, whatever that is, and its KV is held for a decode worker."""
+    """Whether the request ends with its first token, whatever that is, and its KV is held for a decode worker. Drafts
+    are proposed as if it went on: the decode worker verifies them."""
     awaits_peer: bool = False
     """Whether a prefill worker has computed the prompt: the request is FETCHING until `Scheduler.fetched` says what
     that worker holds, or `Scheduler.not_fetched` that it holds nothing."""
@@ -127,6 +128,8 @@ class Request:
     may_draft: bool
     remote: Mapping[int, Interval] | None = None
     """What a prefill worker holds for the prompt, per group."""
+    carried_drafts: int = 0
+    """Number of drafts that came with the first token from a prefill worker, and that wait for the first step here."""
     state: State = State.WAITING
     epoch: int = 0
     """Raised whenever the request's KV starts anew (preemption, a load that ended or was lost): rows of an earlier

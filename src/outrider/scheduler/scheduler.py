@@ -136,10 +136,10 @@ class Scheduler:
 
     def _enter(self, spec: RequestSpec, tokens: array[int], prompt_len: int) -> Request:
         """Make the record of a sequence, which waits from now on, or is fetched."""
-        wanted = 1 if spec.hand_over else spec.max_tokens
+        # How much a decode worker will write is not known here; drafts are proposed as if it were enough.
+        wanted = 2 + spec.k if spec.hand_over else spec.max_tokens
         total = min(prompt_len + wanted, self.kv.config.max_model_len)
-        # The decode worker proposes; feeding goes on here, so that its drafter has its context.
-        k = 0 if spec.hand_over else min(spec.k, total)
+        k = min(spec.k, total)
         sequence = self.kv.open(
             spec.sequence_ids[0],
             tokens,
@@ -167,8 +167,11 @@ class Scheduler:
         self.roster.enter(request)
         return request
 
-    def fetched(self, sequence_id: str, remote: Mapping[int, Interval], first_token: int | None) -> None:
-        """Note what a prefill worker holds of this request's prompt, per group, and the token that it sampled.
+    def fetched(
+        self, sequence_id: str, remote: Mapping[int, Interval], first_token: int | None, *, drafts: int = 0
+    ) -> None:
+        """Note what a prefill worker holds of this request's prompt, per group, and the token that it sampled, with the
+        number of drafts that come after it.
 
         Without that token the request samples its first token itself, from the last row of the prompt.
         """
@@ -178,7 +181,7 @@ class Scheduler:
         if request is None:
             return
         self._moving = True
-        request.remote = remote
+        request.remote, request.carried_drafts = remote, drafts
         self._leave_fetching(request, () if first_token is None else (first_token,))
         self._moving = False
 
@@ -283,8 +286,18 @@ class Scheduler:
             self.roster.load(request)
             self._new_loads.append((request.id, admission.loads))
         else:
-            self.roster.prefill(request)
+            self._start(request)
         return True
+
+    def _start(self, request: Request) -> None:
+        """Let an admitted request run from where its KV ends."""
+        carried, request.carried_drafts = request.carried_drafts, 0
+        drafts = request.kv.drafting or not self._footprint.groups
+        if carried and drafts and request.kv.committed == len(request.tokens) - 1:
+            request.drafts = carried
+            self.roster.decode(request)
+        else:
+            self.roster.prefill(request)
 
     # ---- loads -------------------------------------------------------------------------------------
 
@@ -359,7 +372,7 @@ class Scheduler:
             self.kv.release(kv)
             self.roster.wait(request)
         else:
-            self.roster.prefill(request)
+            self._start(request)
 
     def _fail(self, request: Request) -> None:
         self._updates.append(Update(request.id, (), "failed"))

@@ -35,7 +35,6 @@ from outrider.transfer.messages import (
     Refused,
     Release,
     Renew,
-    ScoredToken,
     Welcome,
 )
 from outrider.transfer.offers import (
@@ -47,7 +46,17 @@ from outrider.transfer.offers import (
     shared_groups,
     signatures,
 )
-from outrider.transfer.records import Aside, Fetched, HandOff, Peer, Phase, Settled, Tiers, TransferChecks
+from outrider.transfer.records import (
+    Aside,
+    Fetched,
+    FirstToken,
+    HandOff,
+    Peer,
+    Phase,
+    Settled,
+    Tiers,
+    TransferChecks,
+)
 from outrider.transfer.tickets import Ticket
 
 
@@ -91,18 +100,9 @@ class TransferDriver:
         self._settled: list[Settled] = []
         self._renew_at_s = 0.0
 
-    def hand_over(
-        self, sequence: str, *, binding: bytes, first_token: int, seed: int, logprobs: ScoredToken | None = None
-    ) -> str | None:
+    def hand_over(self, sequence: str, *, binding: bytes, first: FirstToken) -> str | None:
         """Promise a held sequence's KV to a decode worker: see `Lender.hand_over`."""
-        return self.lender.hand_over(
-            sequence,
-            endpoint=self._link.endpoint,
-            binding=binding,
-            first_token=first_token,
-            seed=seed,
-            logprobs=logprobs,
-        )
+        return self.lender.hand_over(sequence, endpoint=self._link.endpoint, binding=binding, first=first)
 
     # ---- asking ------------------------------------------------------------------------------------
 
@@ -212,7 +212,10 @@ class TransferDriver:
         hand_off.offer = offer
         self._enter(hand_off, Phase.QUEUED)
         self._fetched.append(Fetched(hand_off.sequence, offer))
-        self._scheduler.fetched(hand_off.sequence, remote, offer.first_token if hand_off.takes_token else None)
+        if hand_off.takes_token:
+            self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
+        else:
+            self._scheduler.fetched(hand_off.sequence, remote, None)
 
     def _not_fetched(self, hand_off: HandOff, reason: str) -> None:
         self.counters.fetch_failures += 1

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from outrider.scheduler import Scheduler, State
 from outrider.transfer.desk import Desk, Digest
 from outrider.transfer.leases import LeaseBook
-from outrider.transfer.messages import PROTOCOL, ScoredToken
+from outrider.transfer.messages import PROTOCOL
 from outrider.transfer.offers import Offer, OfferedGroup, layout_digest, signatures
-from outrider.transfer.records import TransferCounters, TransferLimits
+from outrider.transfer.records import FirstToken, TransferCounters, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 
@@ -58,9 +58,7 @@ class Lender:
         *,
         endpoint: str,
         binding: bytes,
-        first_token: int,
-        seed: int,
-        logprobs: ScoredToken | None = None,
+        first: FirstToken,
     ) -> str | None:
         """Promise a held sequence's KV to whichever worker brings the ticket that is returned.
 
@@ -86,9 +84,11 @@ class Lender:
             engine=self.engine,
             binding=binding,
             num_tokens=request.prompt_len,
-            first_token=first_token,
-            seed=seed,
-            logprobs=logprobs,
+            first_token=first.token,
+            seed=first.seed,
+            logprobs=first.logprobs,
+            drafts=first.drafts,
+            drafts_worth_asking=first.drafts_worth_asking,
             groups=groups,
         )
         lease = self.leases.grant(sequence, offer, self._clock())

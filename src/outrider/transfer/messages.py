@@ -68,7 +68,7 @@ class ScoredToken(Part, frozen=True, kw_only=True):
     token: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]]
+    top: tuple[tuple[int, float], ...]
 
 
 class OfferedPages(Part, frozen=True, kw_only=True):
@@ -92,6 +92,10 @@ class Offered(Message, frozen=True, kw_only=True):
     """The token that P sampled after the prompt."""
     logprobs: ScoredToken | None
     seed: int
+    drafts: list[int]
+    """Drafts of the tokens after the first one, for D to verify in its first step."""
+    drafts_worth_asking: int | None
+    """How many drafts P would ask its drafter for next; None for as many as may be."""
     groups: list[OfferedPages]
 
 

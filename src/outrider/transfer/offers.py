@@ -106,6 +106,11 @@ class Offer:
     """The seed that the first token was drawn with, for requests that name none."""
     logprobs: ScoredToken | None = None
     """Log-probabilities of the first token, if the request asked for them."""
+    drafts: tuple[int, ...] = ()
+    """Drafts of the tokens after the first one. Without them the decode worker's first step would verify nothing, and
+    its later steps would begin elsewhere than a single worker's."""
+    drafts_worth_asking: int | None = None
+    """How many drafts the prefill worker would ask its drafter for next; None for as many as may be."""
     groups: Mapping[GroupSignature, OfferedGroup]
 
     def __post_init__(self) -> None:
@@ -116,6 +121,8 @@ class Offer:
         whole_number(self.num_tokens, f"{self}: num_tokens", at_least=1, error=TransferError)
         if not is_word(self.first_token):
             raise TransferError(f"{self}: the first token must be a token id, got {self.first_token!r}; {ADVICE}")
+        if not isinstance(self.drafts, tuple) or not all(is_word(draft) for draft in self.drafts):
+            raise TransferError(f"{self}: drafts must be a tuple of token ids, got {self.drafts!r}; {ADVICE}")
         if not isinstance(self.groups, Mapping):
             raise TransferError(f"{self}: groups must map signatures to what is offered, got {self.groups!r}")
         for signature, group in self.groups.items():
@@ -167,6 +174,8 @@ def to_wire(offer: Offer, lease: bytes, own: Sequence[GroupSignature]) -> Offere
         first_token=offer.first_token,
         seed=offer.seed,
         logprobs=offer.logprobs,
+        drafts=list(offer.drafts),
+        drafts_worth_asking=offer.drafts_worth_asking,
         groups=groups,
     )
 
@@ -188,6 +197,8 @@ def from_wire(message: Offered, theirs: Sequence[GroupSignature]) -> Offer:
         first_token=message.first_token,
         seed=message.seed,
         logprobs=message.logprobs,
+        drafts=tuple(message.drafts),
+        drafts_worth_asking=message.drafts_worth_asking,
         groups=groups,
     )
 

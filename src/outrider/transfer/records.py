@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from outrider.kv.intervals import SlotRun
 from outrider.kv.ledger import Load
 from outrider.transfer.link import Failed, Landed
+from outrider.transfer.messages import ScoredToken
 from outrider.transfer.offers import GroupSignature, Offer
 from outrider.transfer.tickets import Ticket
 
@@ -75,6 +76,16 @@ class TransferChecks(Protocol):
 
     def differs(self, sequence: str, load: Load, sender: str) -> None:
         """Report that the bytes that arrived are not the sender's."""
+
+
+class FirstToken(NamedTuple):
+    """What a prefill worker sampled after the prompt, and what a decode worker needs to go on as it would have."""
+
+    token: int
+    seed: int
+    logprobs: ScoredToken | None = None
+    drafts: tuple[int, ...] = ()
+    drafts_worth_asking: int | None = None
 
 
 class Fetched(NamedTuple):
