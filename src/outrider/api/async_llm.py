@@ -48,15 +48,22 @@ class AsyncLLM:
         """End every request and stop the thread."""
         if self._thread.is_alive():
             self._orders.put(None)
+            self._llm.engine.wake()
             self._thread.join()
 
     # ---- callers -----------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        hand_over: bool = False,
+        ticket: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yields the result so far after each step that adds to it. Closing the iterator early
-        aborts the request."""
+        aborts the request. `hand_over` and `ticket` are as for `LLM.generate`."""
         if request_id is None:
             self._numbers += 1
             request_id = f"async-{self._numbers}"
@@ -68,7 +75,8 @@ class AsyncLLM:
         def deliver(item: RequestOutput | Exception) -> None:
             _unless_closed(loop, arrivals.put_nowait, item)
 
-        self._order(lambda: self._start(name, prompt, params, deliver))
+        transfer = {"hand_over": hand_over, "ticket": ticket}
+        self._order(lambda: self._start(name, prompt, params, deliver, transfer))
         finished = False
         try:
             while not finished:
@@ -94,6 +102,7 @@ class AsyncLLM:
             if self._ended is not None:
                 raise self._ended
             self._orders.put(order)
+        self._llm.engine.wake()
 
     # ---- the engine's thread -----------------------------------------------------------------------
 
@@ -102,13 +111,19 @@ class AsyncLLM:
         try:
             while True:
                 while not engine.has_work or not self._orders.empty():
-                    order = self._orders.get()
+                    try:
+                        order = self._orders.get(timeout=engine.tend_within_s)
+                    except queue.Empty:
+                        engine.tend()
+                        continue
                     if order is None:
                         self._end(RequestError("the engine is closed; make a new AsyncLLM"))
                         return
                     order()
                 for output in engine.step():
                     self._deliver(output)
+                if engine.waits:
+                    engine.wait()
         except BaseException as error:
             # Every caller is told, so that none waits for ever.
             logger.exception("the engine stopped")
@@ -130,13 +145,15 @@ class AsyncLLM:
             with suppress(BaseException):
                 self._llm.engine.abort(name)
 
-    def _start(self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery) -> None:
+    def _start(
+        self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery, transfer: Mapping[str, Any]
+    ) -> None:
         if self._ended is not None:
             deliver(self._ended)
             return
         try:
             text, ids = self._llm.encode(prompt)
-            self._llm.engine.add_request(name, ids, params, prompt=text)
+            self._llm.engine.add_request(name, ids, params, prompt=text, **transfer)
         except Exception as error:
             # Whatever is wrong with this request, other callers are not affected.
             if not isinstance(error, RequestError):

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -34,11 +34,17 @@ class LLM:
         model: str = DEFAULT_MODEL,
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
     ) -> None:
         """`settings` are fields of EngineConfig. `progress` is called with (what, done, total) while loading."""
-        config = EngineConfig(model=model, speculative_config=SpeculativeConfig.of(speculative_config), **settings)
+        config = EngineConfig(
+            model=model,
+            speculative_config=SpeculativeConfig.of(speculative_config),
+            kv_transfer_config=KVTransferConfig.of(kv_transfer_config),
+            **settings,
+        )
         self.engine = build_engine(config, progress=progress)
         self._requests = 0
 
@@ -58,27 +64,33 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_step: Callable[[Sequence[RequestOutput]], None] | None = None,
+        hand_over: bool = False,
+        ticket: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; results come in the order of the prompts.
 
         A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and
-        all others are served.
+        all others are served. With a `kv_transfer_config`, `hand_over` computes only the prompts, and each result has
+        a `ticket`: another engine that is given it (one for each prompt) starts from their KV.
         """
         given, alone = _prompts_of(prompts)
         params = self._params_for(sampling_params, len(given))
+        tickets = [ticket] * len(given) if ticket is None or isinstance(ticket, str) else list(ticket)
+        if len(tickets) != len(given) or (isinstance(ticket, str) and not alone):
+            raise RequestError(f"{len(given)} prompts, but another number of tickets; each prompt has its own ticket")
         results: dict[str, RequestOutput] = {}
         try:
-            for prompt, wanted in zip(given, params, strict=True):
+            for prompt, wanted, prompt_ticket in zip(given, params, tickets, strict=True):
                 name = self._next_name()
                 try:
-                    self._add(name, prompt, wanted)
+                    self._add(name, prompt, wanted, hand_over=hand_over, ticket=prompt_ticket)
                     results[name] = self.engine.output(name)
                 except RequestError as error:
                     if alone:
                         raise
                     results[name] = refused(name, str(error))
             while not all(output.finished for output in results.values()):
-                changed = self.engine.step()
+                changed = self._step()
                 if on_step is not None:
                     on_step(changed)
         finally:
@@ -129,7 +141,7 @@ class LLM:
         try:
             while not ended:
                 # Another call may have brought it to its end meanwhile.
-                if output.finished or output in self.engine.step():
+                if output.finished or output in self._step():
                     ended = output.finished
                     yield output
         finally:
@@ -142,9 +154,19 @@ class LLM:
         self._requests += 1
         return str(self._requests)
 
-    def _add(self, name: str, prompt: Prompt, params: SamplingParams) -> None:
+    def _add(self, name: str, prompt: Prompt, params: SamplingParams, **transfer: Any) -> None:
         text, ids = self.encode(prompt)
-        self.engine.add_request(name, ids, params, prompt=text)
+        self.engine.add_request(name, ids, params, prompt=text, **transfer)
+
+    def _step(self) -> list[RequestOutput]:
+        """Run a step; sleeps first if there is nothing to do before another engine's KV arrives."""
+        if self.engine.waits:
+            self.engine.wait()
+        return self.engine.step()
+
+    def close(self) -> None:
+        """End the connections to other engines, if there are any."""
+        self.engine.close()
 
     def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """Returns a prompt's text, where it has one, and its token ids, which the engine checks."""

@@ -125,11 +125,21 @@ class Engine:
         assert self.transfers is not None
         self.transfers.wait(limit_s)
 
+    def wake(self) -> None:
+        """End a wait, from any thread."""
+        if self.transfers is not None:
+            self.transfers.wake()
+
+    @property
+    def tend_within_s(self) -> float | None:
+        """Seconds within which `tend` must be called if no request comes; None if it need not be."""
+        return None if self.transfers is None else self.transfers.limit_s
+
+    @exclusive
     def tend(self) -> None:
-        """Give back KV that is not held for other workers any more. Called now and then while there are no requests."""
-        if self.transfers is not None and not self.has_work:
-            with self.lock:
-                self.transfers.advance()
+        """Give back KV that is not held for other workers any more, while there are no requests."""
+        if self.transfers is not None and not self._live:
+            self.transfers.advance()
 
     def transfer_counters(self) -> TransferCounters:
         if self.transfers is None:

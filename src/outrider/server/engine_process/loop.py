@@ -59,9 +59,12 @@ class EngineLoop:
     def run(self) -> None:
         self._send(Ready(facts=facts_of(self._engine)))
         while not self._stopped:
-            self._take_orders(wait=not self._engine.has_work)
+            self._take_orders(wait=self._engine.waits or not self._engine.has_work)
             if self._engine.has_work:
                 self._step()
+            else:
+                self._engine.tend()
+        self._engine.close()
 
     def _send(self, message: ToFront) -> None:
         self._socket.send(encode(message))
@@ -69,15 +72,30 @@ class EngineLoop:
     # ---- orders ------------------------------------------------------------------------------------
 
     def _take_orders(self, *, wait: bool) -> None:
-        """Take all orders that have arrived; with `wait`, at least one."""
+        """Take all orders that have arrived; with `wait`, sleep until there is one, or KV has moved."""
         taken = False
-        limit_ms = None if wait else 0
-        while not self._stopped and self._socket.poll(limit_ms, zmq.POLLIN):
+        if wait:
+            self._sleep()
+        while not self._stopped and self._socket.poll(0, zmq.POLLIN):
             self._obey(self._socket.recv())
-            limit_ms, taken = 0, True
+            taken = True
         if taken and not self._engine.has_work:
             # No step will report the new figures.
             self._report([])
+
+    def _sleep(self) -> None:
+        """Wait for an order, for another worker, or for the time at which one of them has taken too long."""
+        transfers = self._engine.transfers
+        if transfers is None:
+            self._socket.poll(None, zmq.POLLIN)
+            return
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for descriptor in transfers.files:
+            poller.register(descriptor, zmq.POLLIN)
+        limit_s = transfers.limit_s
+        poller.poll(None if limit_s is None else int(1000 * limit_s) + 1)
+        transfers.woken()
 
     def _obey(self, frame: bytes) -> None:
         match decode_to_engine(frame):
