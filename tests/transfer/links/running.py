@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.transfer.links.worlds import DIGEST, KEY, Pages
+
 from outrider.transfer.link import Event, Received
 from outrider.transfer.links.nixl import NixlLink
 from outrider.transfer.messages import Hello, Welcome
 from outrider.transfer.tickets import ClusterKey
-from tests.transfer.links.worlds import DIGEST, KEY, Pages
 
 ROOT = Path(__file__).resolve().parents[3]
 

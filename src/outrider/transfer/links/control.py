@@ -164,7 +164,7 @@ class ControlPlane:
 
     def wait(self, limit_s: float) -> None:
         """Sleep until a message has come or a watched descriptor is readable."""
-        self._poller.poll(limit_s * 1e3)
+        self._poller.poll(int(limit_s * 1e3))
 
     def receive(self) -> list[Question | Answer]:
         """Returns the next messages, in bounded number; what is none is counted and dropped."""

@@ -25,8 +25,8 @@ _INTERFACES_MAX = 512
 
 
 class MemoryProbe(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Names a few random bytes in the memory of a process, and their digest. A process that finds bytes with this digest
-    there can read the memory of that process, and of no other that happens to have its number."""
+    """Names a few random bytes in the memory of a process, and their digest. A process that finds such bytes there can
+    read the memory of this process, and not of another one that happens to have its number."""
 
     boot: str
     process: int
@@ -68,7 +68,8 @@ def _read_process_memory(process: int, address: int, num_bytes: int) -> bytes | 
     buffer = ctypes.create_string_buffer(num_bytes)
     here, there = _IOVector(ctypes.addressof(buffer), num_bytes), _IOVector(address, num_bytes)
     call.restype = ctypes.c_ssize_t
-    call.argtypes = [ctypes.c_int, *[ctypes.POINTER(_IOVector), ctypes.c_ulong] * 2, ctypes.c_ulong]
+    vectors = ctypes.POINTER(_IOVector)
+    call.argtypes = [ctypes.c_int, vectors, ctypes.c_ulong, vectors, ctypes.c_ulong, ctypes.c_ulong]
     done = call(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
     return buffer.raw if done == num_bytes else None
 

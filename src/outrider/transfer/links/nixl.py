@@ -230,13 +230,10 @@ class NixlLink:
     def _open(self, key: ClusterKey, address: str, port: int) -> None:
         self._control = ControlPlane(key, address=address, port=port, complaints=self._complaints)
         self._control.watch(self._commands.fileno())
-        # The first agent of a process takes about half a second, which a worker that only reads pays here, too.
-        agent = Agent(self._nixl, f"{self._engine} serving", device=self._device, with_cma=self._transport != "tcp")
         if self._desk is not None:
-            agent.register([arena for arena in self._memory.arenas if arena.total_bytes])
-            self._serving = agent
-        else:
-            agent.destroy()
+            with_cma = self._transport != "tcp"
+            self._serving = Agent(self._nixl, f"{self._engine} serving", device=self._device, with_cma=with_cma)
+            self._serving.register(self._memory.arenas)
         introduction = Introduction(
             engine=self._engine,
             metadata=b"" if self._serving is None else self._serving.metadata,

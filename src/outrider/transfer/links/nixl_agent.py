@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -30,14 +31,32 @@ MISSING = (
 )
 
 
+@cache
 def load_nixl() -> ModuleType:
-    """Returns NIXL's module. Raises ConfigError if it is not installed."""
+    """Returns NIXL's module, with its plugins loaded. Raises ConfigError if it is not installed."""
+    nixl = _imported()
+    # UCX reads this when it is loaded, with NIXL's first agent. It reports each request of a destroyed agent as a
+    # warning, thousands of lines for one fence.
+    log_level = os.environ.get("UCX_LOG_LEVEL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    try:
+        # The first agent of a process takes about half a second, which would otherwise be that of the first request.
+        Agent(nixl, "outrider first", device="lo", with_cma=False).destroy()
+    except Exception as error:
+        raise ConfigError(f"NIXL is installed, but cannot be used ({error}); {MISSING}") from error
+    finally:
+        if log_level is None:
+            del os.environ["UCX_LOG_LEVEL"]
+    return nixl
+
+
+def _imported() -> ModuleType:
     raise_exceptions = logging.raiseExceptions
     for name in MODULES:
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            # What is missing is not the package, but something that it needs.
+            # Something that the package needs may be missing, rather than the package.
             if error.name not in (name, name.partition(".")[0]):
                 raise ConfigError(f"NIXL is installed, but cannot be loaded ({error}); {MISSING}") from error
             continue
@@ -134,5 +153,4 @@ class Agent:
         if sys.getrefcount(core) > 2:
             gc.collect()
         if (references := sys.getrefcount(core) - 2) > 0:
-            self._agent = core
             raise TransferError(f"a NIXL agent is still in use in {references} place(s), and may go on writing")

@@ -1,7 +1,7 @@
 """Reads from one peer, cut into chunks.
 
-A read over cma is a copy inside the call that starts it, and one over tcp takes as long as the network does. Chunks keep
-both short enough that the link's thread answers messages in between.
+A read over cma is a copy inside the call that starts it, and one over tcp takes as long as the network does. Chunks
+keep both short enough that the link's thread answers messages in between.
 
     read 7   [chunk done][chunk in flight][chunk in flight][waiting][waiting]
     read 8   [waiting]
@@ -58,7 +58,7 @@ class _Read:
 
 
 class PeerReads:
-    """The reads from one peer, through an agent of its own: destroying the agent then ends these reads and no others."""
+    """The reads from one peer, through an agent of its own: destroying it ends these reads and no others."""
 
     def __init__(
         self, nixl: ModuleType, name: str, *, device: str, with_cma: bool, local: MemoryMap, remote: MemoryMap,
