@@ -10,7 +10,7 @@ import pytest
 
 
 def require(component: str, *modules: str) -> None:
-    """Skip the calling test or module unless one of these modules is installed; fail it if the component is required."""
+    """Skip the calling test or module unless one of these modules is installed; fail it if it is required."""
     if any(find_spec(module) is not None for module in modules):
         return
     reason = f"{component} is not installed"

@@ -232,10 +232,16 @@ def test_nothing_lands_after_a_fence() -> None:
         assert (failed.transfer, quiet) == (transfer, Quiet(worker.endpoint))
         assert time.monotonic() - started_s < 1.0
         assert changed_bytes_after_continuing(worker, destination) == 0
-        # The same peer is read again once it was met again.
-        greet(link, worker.endpoint)
-        source = filled(LARGE, page_tokens=16, seed=1)
-        read_and_compare(link, worker.endpoint, source, destination, Interval(0, 200))
+
+
+def test_a_fenced_peer_is_read_again_once_it_was_met_again(prefiller: Prefiller) -> None:
+    source, destination = filled(SMALL, page_tokens=16, seed=1), Pages(SMALL, 16, 0)
+    with reader(destination) as link:
+        for _ in range(2):
+            greet(link, prefiller.endpoint)
+            read_and_compare(link, prefiller.endpoint, source, destination, Interval(0, 200))
+            link.fence(prefiller.endpoint)
+            assert collect(link, 1) == [Quiet(prefiller.endpoint)]
 
 
 def test_bytes_land_after_a_fence_that_only_releases_handles(monkeypatch: pytest.MonkeyPatch) -> None:
