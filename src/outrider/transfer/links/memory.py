@@ -101,8 +101,8 @@ def spans(
 
     def per_plane(starts: Addresses, offsets: Addresses, plane_bytes: int) -> Addresses:
         first = starts[part] + offsets[part] * slot_bytes
-        every: Addresses = first[:, None] + planes[None, :] * np.uint64(plane_bytes)
-        return every.reshape(-1)
+        addresses: Addresses = first[:, None] + planes[None, :] * np.uint64(plane_bytes)
+        return addresses.reshape(-1)
 
     sources = np.concatenate([starts_there[whole], per_plane(starts_there, offsets_there, there.plane_bytes)])
     destinations = np.concatenate([starts_here[whole], per_plane(starts_here, offsets_here, here.plane_bytes)])
