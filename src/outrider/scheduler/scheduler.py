@@ -425,8 +425,8 @@ class Scheduler:
                 if row.epoch == request.epoch:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
-            known, finish = request.tokens, None
-            if request.spec.stop_tokens or len(known) + len(tokens) >= request.max_total:
+            known, finish, spec = request.tokens, None, request.spec
+            if spec.stop_tokens or spec.hand_over or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
             known.extend(tokens)
             forks = verdict.fork_tokens.get(sequence_id, ()) if samples > 1 else ()
