@@ -192,6 +192,24 @@ def test_attend_with_softcap_and_sinks(backend: Backend, softcap: float | None, 
     check_attention(backend, layer(softcap=softcap, sinks=sinks))
 
 
+def test_slots_that_a_row_does_not_read_cannot_spoil_it(backend: Backend) -> None:
+    """They hold what other requests have left there, which may be no numbers."""
+    of, ranges = layer(), mixed_ranges()
+    kv, rows = paged(of, ranges, 16)
+    qkv = random(8, len(ranges), (of.heads + 2 * of.kv_heads) * of.head_dim)
+    expected = REFERENCE.attend(qkv, of, moved(kv, torch.device("cpu")), rows)
+    read = torch.zeros(kv.keys.shape[0], 16, dtype=torch.bool)
+    for table_row, _position, first, stop in ranges:
+        at = torch.arange(first, stop)
+        read[rows.block_tables[table_row, at // 16].long(), at % 16] = True
+    for part in (kv.keys, kv.values):
+        part.permute(0, 2, 1, 3)[~read] = float("nan")
+    assert torch.equal(REFERENCE.attend(qkv, of, moved(kv, torch.device("cpu")), rows), expected)
+    prepared = backend.prepare_attention(moved(of, backend.device))
+    found = backend.attend(moved(qkv, backend.device), prepared, moved(kv, backend.device), moved(rows, backend.device))
+    assert near(found, expected)
+
+
 @pytest.mark.parametrize("head_norms", [False, True])
 def test_store_writes_what_attend_writes(backend: Backend, head_norms: bool) -> None:
     of = layer(head_norms=head_norms)

@@ -23,7 +23,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.errors import ConfigError, ModelError
 from outrider.models.load import LoadedModel, load_model
-from outrider.speculative.registry import load_drafter
+from outrider.speculative.registry import guess_method, load_drafter
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,11 @@ REFUSED: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "a mask out of range": ("full", inside("dflash_config", mask_token_id=256), ("mask_token_id is 256", "256 tokens")),
     "no mask": ("full", drop("dflash_config", "mask_token_id"), ("no 'mask_token_id'",)),
     "a block of one": ("full", at_top(block_size=1), ("block_size must be at least 2", "got 1")),
+    "a smaller block as large as the block": (
+        "full",
+        at_top(smaller_block_sizes=[3, 5]),
+        ("smaller_block_sizes must be", "below block_size (5)"),
+    ),
     "neighbours rotated": ("full", at_top(rope_interleave=True), ("rope_interleave", "halves")),
     "unknown scaling": ("full", at_top(rope_scaling={"rope_type": "longrope"}), ("longrope", "supported")),
     "a tensor missing": ("full", without("layers.1.mlp.up_proj.weight"), ("missing layers.1.mlp.up_proj.weight",)),
@@ -281,3 +286,21 @@ def test_broken_modules_are_refused(
 def test_a_target_without_files_has_no_module(target: LoadedModel) -> None:
     with pytest.raises(ModelError, match="not a directory of safetensors"):
         load_drafter(SpeculativeConfig(method="mtp"), settings_for(target))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not isinstance(case, ModuleCase)])
+def test_the_method_is_guessed_from_the_checkpoint(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    assert guess_method(str(case.save(tmp_path, three_layers()))) == case.method
+
+
+@pytest.mark.parametrize("name", ["full", "eagle"])
+def test_a_drafter_with_a_shorter_context_than_the_target_stops_there(name: str, tmp_path: Path) -> None:
+    case, target = CASES[name], three_layers()
+    directory = case.save(tmp_path / "saved", target)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 50}))
+    speculation = SpeculativeConfig(method=case.method, model=str(directory))
+    for longest in (40, 256):
+        drafter = load_drafter(speculation, settings_for(target, max_model_len=longest))
+        assert drafter.footprint.max_len == min(50, longest)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,10 +27,11 @@ from outrider.config import SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.errors import ExtensionError
 from outrider.kv.archetypes import ARCHETYPES, DrafterShape, heads, lookup
+from outrider.models.kv_groups import layer_groups
 from outrider.models.load import LoadedModel, load_model
 from outrider.models.recipes import recipe_for
 from outrider.sampling import SamplingParams
-from outrider.speculative.drafter import Proposal, ProposeRow, checked_proposals
+from outrider.speculative.drafter import Drafter, Proposal, ProposeRow, checked_proposals
 from outrider.speculative.method import DrafterMethod
 from outrider.speculative.registry import BUILT_IN, drafting_method, guess_method, method_names
 from outrider.tools.doctor.model import footprint_text
@@ -182,6 +184,8 @@ def test_its_own_confidence_decides_how_many_drafts_are_verified(
         ([Proposal([1, 2], [0.5])], r"one in \[0, 1\] for each draft"),
         ([Proposal([1, 2], [0.5, 1.5])], r"one in \[0, 1\] for each draft"),
         ([Proposal([1, 2], [float("nan"), 0.5])], r"one in \[0, 1\] for each draft"),
+        ([Proposal([1], cast(Any, 0.5))], r"the probabilities 0.5; .*one in \[0, 1\] for each draft"),
+        ([Proposal([1], cast(Any, iter([0.5])))], r"one in \[0, 1\] for each draft"),
         ([[1, 2, 3, 4]], "proposed 4 drafts where 3 were asked for"),
         ([[1, 50]], "proposed 50; drafts are token ids from 0 to 49"),
         ([[-1]], "proposed -1"),
@@ -219,10 +223,83 @@ def test_a_registration_that_cannot_work_is_refused(changes: dict[str, Any], wor
         (heads("mine", DrafterShape(taps=(3,))), "reads target layer 3, but the target has the layers 0 to 2"),
     ],
 )
-def test_a_drafter_that_does_not_fit_its_registration_or_target_is_refused(footprint: object, words: str) -> None:
-    method = DrafterMethod(name="mine", title="Mine", archetype=ARCHETYPES["heads"], load=cast(Any, print))
+def test_a_drafter_that_does_not_fit_its_registration_or_target_is_refused(footprint: Any, words: str) -> None:
     with pytest.raises(ExtensionError, match=words):
-        method.check_loaded(SimpleNamespace(footprint=footprint), target_layers=3)
+        registration("heads").check_loaded(drafter_with(footprint), target_layers=3)
+
+
+def registration(archetype: str) -> DrafterMethod:
+    return DrafterMethod(name="mine", title="Mine", archetype=ARCHETYPES[archetype], load=cast(Any, print))
+
+
+def drafter_with(footprint: Any, **attributes: Any) -> Drafter:
+    drafter = Drafter()
+    vars(drafter).update(attributes, footprint=footprint)
+    return drafter
+
+
+def test_what_is_no_drafter_is_refused() -> None:
+    footprint = lookup("mine", DrafterShape())
+    registration("lookup").check_loaded(drafter_with(footprint), target_layers=3)
+    with pytest.raises(ExtensionError, match="load returned SimpleNamespace, not a Drafter"):
+        registration("lookup").check_loaded(SimpleNamespace(footprint=footprint, layer_groups=None), target_layers=3)
+
+
+@pytest.mark.parametrize("default_k", [0, -1, None, "3", 2.5, True])
+def test_a_default_number_of_drafts_that_is_none_is_refused(default_k: Any) -> None:
+    drafter = drafter_with(lookup("mine", DrafterShape()), default_k=default_k)
+    with pytest.raises(ExtensionError, match="'mine': default_k must be a whole number of at least 1"):
+        registration("lookup").check_loaded(drafter, target_layers=3)
+
+
+def test_a_footprint_with_other_groups_than_the_layers_is_refused() -> None:
+    groups = layer_groups(tiny_spec(), owner="draft", page_tokens=16, item_bytes=4)
+    longer = tuple(replace(group, page_tokens=32) for group in groups.specs)
+    for declared, laid_out in ((groups.specs, None), (longer, groups), (groups.specs * 0, groups)):
+        taps = (0,) if declared else ()
+        archetype = "chain_from_taps" if declared else "lookup"
+        footprint = ARCHETYPES[archetype].declare("mine", DrafterShape(groups=declared, taps=taps))
+        with pytest.raises(ExtensionError, match="not those of layer_groups"):
+            registration(archetype).check_loaded(drafter_with(footprint, layer_groups=laid_out), target_layers=3)
+    footprint = ARCHETYPES["chain_from_taps"].declare("mine", DrafterShape(groups=groups.specs, taps=(0,)))
+    registration("chain_from_taps").check_loaded(drafter_with(footprint, layer_groups=groups), target_layers=3)
+
+
+class Careless(Drafter):
+    """A look-up that uses one list for all its drafts, changes it whenever it is called, and fails to forget."""
+
+    def __init__(self) -> None:
+        self.footprint = lookup("careless", DrafterShape())
+        self._drafts: list[int] = []
+
+    def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
+        self._drafts[:] = [rows[0].request.tokens[-1]]
+        return [self._drafts] * len(rows)
+
+    def forget(self, request_id: str) -> None:
+        self._drafts.clear()
+        raise LookupError(request_id)
+
+
+def test_a_drafter_that_fails_to_forget_ends_no_request_and_keeps_none(
+    target: LoadedModel, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(target, drafter=Careless(), k=3)
+    assert tokens_of(LLM.over(engine).generate(*workload())) == expected
+    assert engine.speculation.draft_tokens > 0
+    assert "the drafter 'careless' failed to forget request" in caplog.text
+    # All requests of a step that fails end, and an abort is not tried again for ever.
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=4))
+    engine.abort("a")
+    engine.step()
+    engine.add_request("c", [1, 2, 3], SamplingParams(max_tokens=4))
+    run, engine.runner.run = engine.runner.run, cast(Any, None)
+    with pytest.raises(TypeError):
+        engine.step()
+    engine.runner.run = run  # type: ignore[method-assign]
+    assert not engine.has_work
+    assert tokens_of(LLM.over(engine).generate(*workload())) == expected
 
 
 @pytest.mark.usefixtures("site")

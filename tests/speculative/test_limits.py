@@ -58,3 +58,15 @@ def test_one_batch_may_hold_different_numbers_of_drafts(tmp_path: Path) -> None:
 def test_a_block_that_no_step_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="blocks have 5 rows"):
         engine_with(CASES["full"], three_layers(), tmp_path, k=2, max_num_batched_tokens=6)
+
+
+def test_a_block_is_no_longer_than_the_drafters_limit(tmp_path: Path) -> None:
+    """Blocks of four rows fit into a step of six; five would not."""
+    model, params = three_layers(), SamplingParams(temperature=0, max_tokens=6)
+    step = {"max_num_batched_tokens": 6, "max_num_seqs": 2}
+    engine, recorder = engine_with(CASES["full"], model, tmp_path, max_len=4, k=2, **step)
+    plain = LLM.over(tiny_engine(model, enable_prefix_caching=False))
+    prompts = [[3], [4, 5, 6]]
+    assert tokens_of(LLM.over(engine).generate(prompts, params)) == tokens_of(plain.generate(prompts, params))
+    assert recorder.proposals
+    assert_as_reference(CASES["full"], model, recorder)

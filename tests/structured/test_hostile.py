@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from tests.structured.byte_tokens import accepts, of_schema, random_text
 
 from outrider.errors import RequestError
+from outrider.grammar import Grammar, GrammarKind
+from outrider.structured.grammars import native_definition
+from outrider.structured.patterns import EXPRESSION_MAX
 from outrider.structured.schema_values import as_llguidance_reads
 from outrider.structured.schemas import rewritten_schema
 
@@ -132,3 +137,80 @@ def test_bounds_of_numbers_are_not_read_as_wider_ones(bound: float) -> None:
     assert as_llguidance_reads(float(written["minimum"])) >= bound
     written = rewritten_schema(json.dumps({"type": "number", "minimum": bound - 1, "maximum": bound}))
     assert as_llguidance_reads(float(written["maximum"])) <= bound
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        # Each is a mistake from its second character on, so that an error about its length comes before any work.
+        (GrammarKind.REGEX, "a)" + "a" * EXPRESSION_MAX),
+        (GrammarKind.CHOICE, '["' + "a" * EXPRESSION_MAX),
+        (GrammarKind.EBNF, '"' * (EXPRESSION_MAX + 1)),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "a)" + "a" * EXPRESSION_MAX})),
+    ],
+)
+def test_what_is_too_long_is_refused_before_it_is_read(kind: GrammarKind, text: str) -> None:
+    with pytest.raises(RequestError, match=f"at most {EXPRESSION_MAX:,} are compiled; make it shorter"):
+        native_definition(Grammar(kind=kind, text=text))
+
+
+def test_what_is_just_short_enough_is_compiled() -> None:
+    assert native_definition(Grammar(kind=GrammarKind.REGEX, text="a" * EXPRESSION_MAX))
+    assert native_definition(Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["a" * (EXPRESSION_MAX - 4)])))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 99991, "minimum": -(10**18), "maximum": 10**18},
+        {"type": "integer", "multipleOf": 3**15},
+        {"type": "integer", "multipleOf": 1001, "minimum": 0, "maximum": 1001 * 1000},
+        {"type": "integer", "multipleOf": 10000.5},
+        {"type": "number", "multipleOf": 99991.5},
+    ],
+)
+def test_multiples_that_would_fail_while_they_are_written_are_refused(schema: Any) -> None:
+    assert "has too many remainders to follow; choose" in refusal_of(json.dumps(schema))
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_few_multiples_of_a_large_number_are_all_allowed(kind: str) -> None:
+    grammar = of_schema({"type": kind, "multipleOf": 9973, "exclusiveMinimum": -9973, "maximum": 9973 * 999})
+    rng = random.Random(0)
+    assert all(int(random_text(grammar, rng) or "0") % 9973 == 0 for _ in range(20))
+    assert all(accepts(grammar, str(9973 * number)) for number in (0, 1, 500, 999))
+    assert not any(accepts(grammar, text) for text in ("-9973", "9974", str(9973 * 1000)))
+
+
+@pytest.mark.parametrize("step", [1000, 937])
+def test_multiples_of_small_numbers_are_followed_to_the_end(step: int) -> None:
+    grammar = of_schema({"type": "number", "multipleOf": step})
+    rng = random.Random(0)
+    texts = [random_text(grammar, rng) for _ in range(20)]
+    assert all(text is not None and int(text) % step == 0 for text in texts)
+    assert accepts(grammar, str(step * 12345678901))
+    assert not accepts(grammar, str(step * 12345678901 + 1))
+
+
+def test_integers_among_the_multiples_of_a_fraction() -> None:
+    grammar = of_schema({"type": "integer", "multipleOf": 1.5, "minimum": 0, "maximum": 12})
+    assert [number for number in range(20) if accepts(grammar, str(number))] == [0, 3, 6, 9, 12]
+
+
+def test_the_depths_of_all_definitions_are_limited_together() -> None:
+    def of_definitions(number: int) -> dict[str, Any]:
+        listed = {f"d{i}": {"items": {"items": {"type": "null"}}} for i in range(number)}
+        return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in listed], "$defs": listed}
+
+    # Each is four deep: the names of types count as well.
+    assert len(rewritten_schema(json.dumps(of_definitions(250)))["$defs"]) == 250
+    assert "too many definitions" in refusal_of(json.dumps(of_definitions(251)))
+
+
+def test_properties_that_are_counted_are_definitions_too() -> None:
+    def counted(objects: int) -> dict[str, Any]:
+        properties = {f"p{i}": {"type": "null"} for i in range(10)}
+        return {"anyOf": [{"type": "object", "properties": properties, "maxProperties": 1} for _ in range(objects)]}
+
+    assert len(rewritten_schema(json.dumps(counted(50)))["$defs"]) == 500
+    assert "too many definitions" in refusal_of(json.dumps(counted(51)))

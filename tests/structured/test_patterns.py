@@ -35,7 +35,8 @@ REFUSED = (
     *((r"\bfoo", r"\b"), (r"(a)\1", r"\1"), (r"\p{L}", r"\p"), (r"\cA", r"\c"), (r"\Aa", r"\A")),
     *(("a^b", "^ after"), ("(^a)", "^ after"), ("a$b", "$ before"), ("(a$)b", "$ before")),
     *(("(a", "parenthesis"), ("a)", "without its ("), ("[a", "not closed"), ("[]", "without characters")),
-    *((r"[^\s\S]", "without characters"), ("[z-a]", "ends before"), (r"[a-\d]", "ends before")),
+    *((r"[^\s\S]", "without characters"), ("[z-a]", "ends before"), (r"[a-\d]", "ends in a class")),
+    *((r"[!-\d]", "ends in a class"), (r"[ -\w]", "ends in a class"), (r"[!-\S]", "ends in a class")),
     *(("*a", "nothing to repeat"), ("a**", "nothing to repeat"), ("a{2", "nothing to repeat"), ("a{3,2}", "swap")),
     *(("\\", "\\"), (r"\ud83d", "no character"), ("(" * 200 + ")" * 200, "nested more than 64 deep")),
 )
@@ -69,6 +70,25 @@ def test_expressions_that_take_others_for_ever_are_quick() -> None:
     grammar = of_regex("(a+)+(b|b)*$")
     assert accepts(grammar, "a" * 200 + "b" * 200)
     assert not accepts(grammar, "a" * 200 + "c")
+
+
+@pytest.mark.parametrize(
+    ("expression", "inside", "outside"),
+    [
+        (r"[\w-.]", "a_-.", "/,"),
+        (r"[\d--/]", "7-/", ".,"),
+        (r"[\d-a-f]", "7-af", "bcde"),
+        (r"[^\d-a]", "b.", "7-a"),
+        (r"[\d-\s]", "7- ", "a"),
+    ],
+)
+def test_a_hyphen_behind_a_class_of_characters_is_one_of_the_characters(
+    expression: str, inside: str, outside: str
+) -> None:
+    # JavaScript reads them so; Python refuses them.
+    grammar = of_regex(expression)
+    assert all(accepts(grammar, character) for character in inside)
+    assert not any(accepts(grammar, character) for character in outside)
 
 
 def test_a_point_is_no_line_end() -> None:

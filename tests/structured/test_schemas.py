@@ -222,6 +222,10 @@ def test_a_keyword_that_cannot_be_kept_to_is_refused_by_name(keyword: str, insid
         ({"properties": []}, "properties is an object"),
         ({"type": "string", "maxLength": -1}, "maxLength is a whole number"),
         ({"type": "number", "exclusiveMinimum": True}, "exclusiveMinimum is a number"),
+        ({"type": "integer", "required": True}, "required is a list of names"),
+        ({"properties": {"a": {"type": "string", "required": False}}}, "properties 'a': required is a list of names"),
+        ({"type": "object", "required": "a"}, "required is a list of names"),
+        ({"const": 1, "required": [1]}, "required is a list of names"),
     ],
 )
 def test_what_would_be_half_kept_is_refused(schema: Any, words: str) -> None:
@@ -240,6 +244,9 @@ def test_what_would_be_half_kept_is_refused(schema: Any, words: str) -> None:
         {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
         {"type": "number", "minimum": 1, "exclusiveMaximum": 1},
         {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6},
+        {"type": "number", "multipleOf": 7, "exclusiveMinimum": 0, "maximum": 6},
+        {"type": "integer", "multipleOf": 99991, "minimum": 1, "maximum": 99990},
+        {"type": "integer", "multipleOf": 99991, "minimum": 10**17, "maximum": 10**17 + 10**6},
         {"type": "string", "minLength": 2, "maxLength": 1},
         {"type": "array", "minItems": 2, "maxItems": 1},
         {"type": "array", "minItems": 1, "items": False},

@@ -25,6 +25,7 @@ from outrider.cli.grouped import grouped, panel
 from outrider.cli.terminal import errors, note, out, plain_table
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import ConfigError
+from outrider.speculative.registry import drafting_method
 from outrider.tools.wording import counted
 
 if TYPE_CHECKING:
@@ -71,11 +72,17 @@ def bench_prefix(
 ) -> None:
     if no_random and no_model:
         raise ConfigError("--no-random and --no-model leave nothing to measure; give one of them")
+    if no_model and speculative_config:
+        raise ConfigError("--speculative-config is for the real model, which --no-model skips; give one of them")
     engine = EngineConfig(
         **(model.settings() | {"model": chosen_model(positional, model), "kv_retention": kv_retention})
     )
     given = speculative_config or [*packaged_speculations(engine.model), SPECULATIVE_EXAMPLE]
     speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in given]
+    drafters = [each for each in speculations if each is not None]
+    for drafter in drafters:
+        # A mistake is told before the random models have run for minutes.
+        drafting_method(drafter.method).check_options(drafter)
 
     from outrider.tools.bench.busy import how_busy
     from outrider.tools.bench.prefix import PrefixBenchConfig, model_rows, random_rows, report_of
@@ -89,7 +96,6 @@ def bench_prefix(
             if errors.is_terminal:
                 status.update(what)
 
-        drafters = [each for each in speculations if each is not None]
         rows = list(
             chain(
                 () if no_random else random_rows(config, report_progress),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ from outrider.speculative.drafter import (
 )
 from outrider.speculative.verify import accept
 from outrider.speculative.vocabulary import DraftVocabulary
+
+logger = logging.getLogger("outrider.engine")
 
 
 class StepResult(NamedTuple):
@@ -118,7 +121,11 @@ class Runner:
     def forget(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
         if self._drafter is not None:
-            self._drafter.forget(request_id)
+            try:
+                self._drafter.forget(request_id)
+            # A drafter may come from another package. What it fails to forget is its own; requests end all the same.
+            except Exception:
+                logger.exception("the drafter %r failed to forget request %r", self._footprint.name, request_id)
 
     # ---- one step ----------------------------------------------------------------------------------
 

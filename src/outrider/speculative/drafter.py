@@ -11,7 +11,7 @@ there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -109,16 +109,22 @@ def checked_proposals(
                 raise ExtensionError(
                     f"the drafter {drafter!r} proposed {token!r}; drafts are token ids from 0 to {vocab_size - 1}"
                 )
-        if probabilities is not None and (
-            len(probabilities) != len(drafts)
-            or not all(isinstance(probability, int | float) and 0 <= probability <= 1 for probability in probabilities)
-        ):
+        if probabilities is not None and not _are_probabilities(probabilities, len(drafts)):
             raise ExtensionError(
                 f"the drafter {drafter!r} proposed {len(drafts)} draft(s) with the probabilities "
-                f"{list(probabilities)}; it must give one in [0, 1] for each draft, or None"
+                f"{probabilities!r}; it must give one in [0, 1] for each draft, or None"
             )
-        proposals.append(proposal)
+        # A copy: a drafter may use its own list again before these drafts are verified.
+        proposals.append(Proposal(drafts.copy(), probabilities))
     return proposals
+
+
+def _are_probabilities(found: object, count: int) -> bool:
+    return (
+        isinstance(found, Collection)
+        and len(found) == count
+        and all(isinstance(probability, int | float) and 0 <= probability <= 1 for probability in found)
+    )
 
 
 class DrawRow(NamedTuple):

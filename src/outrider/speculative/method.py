@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError, ExtensionError
 from outrider.kv.archetypes import Archetype
+from outrider.kv.checked import whole_number
 from outrider.kv.footprint import KVFootprint
 
 if TYPE_CHECKING:
@@ -69,8 +70,11 @@ class DrafterMethod:
 
     def check_loaded(self, drafter: object, *, target_layers: int) -> None:
         """Refuses what `load` returned if it is no drafter of this archetype for a target of so many layers."""
+        # Torch and all that is built on it load slowly, and a registration is needed without them.
+        from outrider.speculative.drafter import Drafter
+
         footprint = getattr(drafter, "footprint", None)
-        if not isinstance(footprint, KVFootprint):
+        if not isinstance(drafter, Drafter) or not isinstance(footprint, KVFootprint):
             raise ExtensionError(
                 f"the drafting method {self.name!r}: load returned {type(drafter).__name__}, not a Drafter "
                 "with a footprint"
@@ -86,6 +90,15 @@ class DrafterMethod:
                 f"the drafting method {self.name!r}: the drafter reads target layer {missing[0]}, but the target "
                 f"has the layers 0 to {target_layers - 1}"
             )
+        groups = () if drafter.layer_groups is None else drafter.layer_groups.specs
+        if groups != footprint.groups:
+            raise ExtensionError(
+                f"the drafting method {self.name!r}: the groups of the footprint are not those of layer_groups, in "
+                "which its layers lie; declare the footprint with groups=layer_groups.specs"
+            )
+        whole_number(
+            drafter.default_k, f"the drafting method {self.name!r}: default_k", at_least=1, error=ExtensionError
+        )
 
     def check_options(self, config: SpeculativeConfig) -> None:
         """Refuses options that this drafter does not take. Zero, false and None ask for nothing and are accepted."""

@@ -13,7 +13,7 @@ from outrider.errors import RequestError
 from outrider.grammar import Grammar, GrammarKind
 from outrider.structured.gbnf import lark_of
 from outrider.structured.matcher import Matcher
-from outrider.structured.patterns import literal_pattern, text_pattern
+from outrider.structured.patterns import EXPRESSION_MAX, literal_pattern, text_pattern
 from outrider.structured.schemas import rewritten_schema
 from outrider.structured.tokens import TokenTable
 
@@ -72,6 +72,11 @@ def native_definition(grammar: Grammar) -> str:
     """Returns the grammar as llguidance reads it, or raises RequestError."""
     from llguidance import LLMatcher
 
+    if grammar.kind in (GrammarKind.CHOICE, GrammarKind.EBNF) and len(grammar.text) > EXPRESSION_MAX:
+        raise RequestError(
+            f"the {grammar.kind.value} has {len(grammar.text):,} characters; at most {EXPRESSION_MAX:,} are compiled; "
+            "make it shorter"
+        )
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return _json(grammar.text)

@@ -31,6 +31,9 @@ GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?(?!\?)")
 REPEATED = re.compile(r"([*+?]|\{(\d{1,6})(,(\d{1,6})?)?\})\??")
 HEXADECIMAL = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 DEPTH_MAX = 64
+EXPRESSION_MAX = 1 << 16
+"""How many characters an expression may have: as many are read and compiled in less than a second, whatever they are,
+and the server takes no longer ones either unless it is told to."""
 
 UNESCAPED: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))
 """The characters that a JSON string may hold as they are."""
@@ -84,6 +87,11 @@ class _Reader:
         self._written = written
 
     def read(self) -> str:
+        if len(self._text) > EXPRESSION_MAX:
+            raise RequestError(
+                f"the regular expression {self._text[:80]!r}… has {len(self._text):,} characters; at most "
+                f"{EXPRESSION_MAX:,} are compiled; make it shorter"
+            )
         found = self._alternatives(0)
         if self._at < len(self._text):
             raise self._refused("a ) without its (", "write \\) for the character itself")
@@ -147,17 +155,25 @@ class _Reader:
         while not self._take("]"):
             members = self._class_member()
             rest = self._text[self._at : self._at + 2]
-            if rest[:1] == "-" and rest[1:] not in ("]", "") and members[0][0] == members[-1][1]:
+            if rest[:1] == "-" and rest[1:] not in ("]", ""):
                 self._at += 1
-                last = self._class_member()
-                if len(last) > 1 or last[0][1] < members[0][0]:
-                    raise self._refused("a range that ends before it begins", "swap its ends")
-                members = ((members[0][0], last[0][1]),)
+                members = self._range(members, self._class_member())
             found.extend(members)
         ranges = _without(_joined(found)) if negated else _joined(found)
         if not common_ranges(ranges, TEXT):
             raise self._refused("a class without characters", "name some, or write \\[ for the character itself")
         return ranges
+
+    def _range(self, first: Ranges, last: Ranges) -> Ranges:
+        """Returns the characters that two members of a class with a hyphen between them stand for."""
+        if not _is_character(first):
+            # The hyphen behind \w and its kin is one of the characters, and begins no range with what follows it.
+            return (*first, (ord("-"), ord("-")), *last)
+        if not _is_character(last):
+            raise self._refused("a range that ends in a class", "write \\- for the hyphen itself")
+        if last < first:
+            raise self._refused("a range that ends before it begins", "swap its ends")
+        return ((first[0][0], last[0][1]),)
 
     def _class_member(self) -> Ranges:
         if self._at >= len(self._text):
@@ -196,6 +212,10 @@ class _Reader:
             f"the regular expression {self._text[:80]!r} has, at character {self._at}, {what}, which cannot be "
             f"enforced; {advice}"
         )
+
+
+def _is_character(ranges: Ranges) -> bool:
+    return ranges[0][0] == ranges[-1][1]
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

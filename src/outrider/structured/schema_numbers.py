@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from fractions import Fraction
 from math import copysign, inf, nextafter
 from typing import Any, NamedTuple
 
 from outrider.errors import RequestError
-from outrider.structured.schema_values import as_llguidance_reads
+from outrider.structured.schema_values import EXACT_MAX, as_llguidance_reads
 
 NUMBER_KEYWORDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 INTEGER_MAX = 10**18
@@ -19,6 +20,11 @@ NUMBER_MAX = 10**15
 """Bounds beyond these are drawn in to them: llguidance can enforce none that are larger."""
 STEP = 1e-9
 """The last decimal place of a number with bounds."""
+STEP_MAX = 1000
+"""The largest multipleOf, in units of its last decimal place. llguidance keeps a state for each remainder: larger ones
+make it give up within a number, or compile for a minute."""
+LISTED_MAX = 1000
+"""How many multiples of a larger number are listed instead."""
 
 
 class _Bounds(NamedTuple):
@@ -33,7 +39,7 @@ class _Bounds(NamedTuple):
 def written_number(kind: str, schema: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns the schema of an integer or a number, or raises RequestError if none is within its bounds."""
     bounds, step = _bounds(schema, where), _step(schema, where)
-    if kind == "integer":
+    if kind == "integer" or (step is not None and step == int(step)):
         return _integer(bounds, step, where)
     if bounds.least is None and bounds.most is None and step is None:
         return {"type": "number"}
@@ -41,6 +47,10 @@ def written_number(kind: str, schema: dict[str, Any], where: str) -> dict[str, A
     most = Decimal(NUMBER_MAX) if bounds.most is None else min(bounds.most, Decimal(NUMBER_MAX))
     _check_range(kind, least, most, bounds.above or bounds.below, where)
     step = STEP if step is None else step
+    if int("".join(map(str, Decimal(repr(step)).as_tuple().digits))) > STEP_MAX:
+        raise RequestError(
+            f"{where}: multipleOf {step} has too many remainders to follow; choose a number of at most three digits"
+        )
     return {
         "type": "number",
         "multipleOf": step,
@@ -76,7 +86,26 @@ def _integer(bounds: _Bounds, step: float | int | None, where: str) -> dict[str,
     least, most = _as_double(least, inf), _as_double(most, -inf)
     _check_range("integer", least, most, False, where)
     written: dict[str, Any] = {"type": "integer", "minimum": int(least), "maximum": int(most)}
-    return written | ({} if step is None else {"multipleOf": step})
+    if step is None:
+        return written
+    # The integers among the multiples of 1.5 are the multiples of 3.
+    whole_step = Fraction(repr(step)).numerator
+    if whole_step > STEP_MAX:
+        return {"enum": _listed_multiples(whole_step, int(least), int(most), where)}
+    return written | {"multipleOf": whole_step}
+
+
+def _listed_multiples(step: int, least: int, most: int, where: str) -> list[int]:
+    """Returns the multiples of `step` within the bounds, as far as they are written exactly."""
+    first, last = -(-max(least, -EXACT_MAX) // step), min(most, EXACT_MAX) // step
+    if first > last:
+        raise RequestError(f"{where}: no multiple of {step} that can be written is within these bounds; widen them")
+    if last - first >= LISTED_MAX:
+        raise RequestError(
+            f"{where}: multipleOf {step} has too many remainders to follow; choose at most {STEP_MAX}, or set minimum "
+            f"and maximum so that at most {LISTED_MAX} multiples are within them"
+        )
+    return [number * step for number in range(first, last + 1)]
 
 
 def _as_double(bound: Decimal, inwards: float) -> Decimal:

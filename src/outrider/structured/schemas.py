@@ -121,6 +121,12 @@ class _Writer:
                 raise RequestError(f"{where}: {name} cannot be enforced while text is generated; {advice}")
         if depth and "$id" in schema:
             raise RequestError(f"{where}: $id inside a schema cannot be enforced; name the schema in $defs instead")
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise RequestError(
+                f"{where}: required is a list of names of properties, beside them, got {json.dumps(required)[:80]}; "
+                "name what is required there"
+            )
         head = next((name for name in HEADS if name in schema), None)
         if head is None:
             return
@@ -250,8 +256,6 @@ class _Writer:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict):
             raise RequestError(f"{where}: properties is an object of schemas, got {json.dumps(properties)[:80]}")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise RequestError(f"{where}: required is a list of names, got {json.dumps(required)[:80]}")
         missing = [name for name in required if name not in properties]
         if missing:
             raise RequestError(f"{where}: required {missing[0][:60]!r} is not described; add it to properties")

@@ -80,3 +80,20 @@ def test_nothing_to_measure_is_refused() -> None:
     assert isinstance(result.exception, ConfigError)
     with pytest.raises(ConfigError, match="conversations"):
         PrefixBenchConfig(conversations=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--no-model", "--speculative-config", '{"method": "ngram"}'], "--no-model skips"),
+        (["--speculative-config", '{"method": "of-no-package"}'], "unknown drafting method 'of-no-package'"),
+        (["--speculative-config", '{"method": "ngram", "model": "x"}'], "does not take"),
+    ],
+)
+def test_a_drafter_that_would_not_be_measured_is_refused_before_anything_runs(
+    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.tools.bench.prefix.random_rows", lambda config, told: pytest.fail("it runs"))
+    result = CliRunner().invoke(cli.bench_app, ["prefix", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
