@@ -95,6 +95,15 @@ def test_a_stream_gets_its_end_when_another_call_runs_it(llm: LLM) -> None:
     assert [output.finished for output in llm.stream([1, 2, 3], PARAMS)] == [False] * 11 + [True]
 
 
+def test_calls_of_two_llms_over_one_engine_do_not_meet(llm: LLM) -> None:
+    (expected,) = tokens_of(llm.generate([1, 2, 3], PARAMS))
+    stream = LLM.over(llm.engine).stream([1, 2, 3], PARAMS)
+    first = next(stream)
+    other = LLM.over(llm.engine).generate([4, 5, 6], PARAMS)[0]
+    assert other.request_id != first.request_id
+    assert tokens_of([list(stream)[-1]]) == [expected]
+
+
 # ---- threads ---------------------------------------------------------------------------------------------
 
 
