@@ -106,7 +106,10 @@ def test_a_continuation_without_a_permitted_token_fails_its_request() -> None:
 
 @pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("stop", ["string", "token", "none"])
-def test_a_text_that_ends_with_a_draft_does_not_fail_for_what_would_follow(speculate: bool, stop: str) -> None:
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_text_that_ends_with_a_draft_does_not_fail_for_what_would_follow(
+    speculate: bool, stop: str, logprobs: int | None
+) -> None:
     """After aax only end-of-text may follow, which is not among the allowed tokens. The grammar dictates all of it, so
     that with speculation x is accepted in the step in which the row after it fails."""
     model = replace(tiny_model(), eos_ids=(0,))
@@ -114,7 +117,7 @@ def test_a_text_that_ends_with_a_draft_does_not_fail_for_what_would_follow(specu
     params = SamplingParams(
         temperature=0,
         max_tokens=8,
-        logprobs=0,
+        logprobs=logprobs,
         grammar=Grammar(kind=GrammarKind.REGEX, text="aax"),
         allowed_token_ids=ids,
         stop="x" if stop == "string" else None,
@@ -124,8 +127,10 @@ def test_a_text_that_ends_with_a_draft_does_not_fail_for_what_would_follow(specu
     output = LLM.over(engine).generate([[5, 6, 7]], params)[0]
     found = output.outputs[0]
     assert found.token_ids == [ids[0], *ids]
-    assert found.logprobs is not None
-    assert [each.token for each in found.logprobs] == found.token_ids
+    assert len(found.pieces) == 3
+    if logprobs is not None:
+        assert found.logprobs is not None
+        assert [each.token for each in found.logprobs] == found.token_ids
     assert engine.speculation.accepted_tokens == (2 if speculate else 0)
     if stop == "none":
         assert output.error is not None

@@ -363,7 +363,7 @@ class Engine:
         metrics.steps += 1
         origins = [Origin.PLAIN] * len(tokens)
         if drafts:
-            origins = token_origins(given, drafts)
+            origins = token_origins(given, drafts)[: len(tokens)]
             metrics.speculation.count(drafts, given - 1)
             self.speculation.count(drafts, given - 1)
         if not continuation.output.tokens:
