@@ -163,3 +163,16 @@ def test_a_request_that_is_aborted_during_a_step_is_gone_before_the_next() -> No
     assert leaving.outputs[0].finish_reason == "abort"
     assert not engine.output("a").finished
     assert len(engine.runner.requests) == 1
+
+
+def test_the_id_of_a_request_that_is_to_be_aborted_may_be_used_again() -> None:
+    engine = tiny_engine()
+    engine.add_request("a", [1, 2, 3], PARAMS)
+    leaving = engine.output("a")
+    assert inside(engine, lambda: engine.abort_soon("a")) is None
+    engine.add_request("a", [4, 5, 6], PARAMS)
+    assert leaving.outputs[0].finish_reason == "abort"
+    output = engine.output("a")
+    while engine.has_work:
+        engine.step()
+    assert tokens_of([output]) == tokens_of(LLM.over(tiny_engine()).generate([4, 5, 6], PARAMS))
