@@ -226,6 +226,17 @@ def test_what_was_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
     assert (continuation.output.text, continuation.output.finish_reason) == ("abc", "length")
 
 
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_a_stop_token_is_shown_where_that_is_asked_for(include: bool, text: str) -> None:
+    tokenizer = tiny_model().tokenizer
+    tokens = tokenizer.encode("ab")
+    params = SamplingParams(stop_token_ids=tokens[1:], include_stop_str_in_output=include)
+    continuation = Continuation("a", 0, RequestSampling(params, vocab_size=256, device="cpu"), tokenizer)
+    continuation.take(tokens, [Origin.PLAIN] * 2, None, "stop")
+    output = continuation.output
+    assert (output.text, output.finish_reason, output.stop_reason) == (text, "stop", tokens[1])
+
+
 def test_end_of_text_stops_unless_told_otherwise() -> None:
     tokens, _text = greedy_text()
     model = replace(tiny_model(), eos_ids=(tokens[5],))
