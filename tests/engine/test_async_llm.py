@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -159,6 +160,58 @@ def test_all_are_told_when_the_engine_stops_and_cannot_even_abort(
 
     asyncio.run(run())
     assert "on fire" in caplog.text
+
+
+def test_all_are_told_when_the_engine_stops_while_a_caller_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    """The abort of the caller that leaves is still in the queue when the step fails, and it fails too."""
+    engine = tiny_engine()
+    running, left = threading.Event(), threading.Event()
+
+    def broken(*_args: object) -> None:
+        running.set()
+        left.wait(30)
+        raise ArithmeticError("on fire")
+
+    engine.runner.run = engine.abort = broken  # type: ignore[method-assign, assignment]
+
+    async def run() -> None:
+        llm = AsyncLLM(llm=LLM.over(engine))
+        leaving = asyncio.create_task(last(llm, [1, 2]))
+        staying = asyncio.create_task(last(llm, [3, 4]))
+        await asyncio.to_thread(running.wait, 30)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        left.set()
+        with pytest.raises(ArithmeticError, match="on fire"):
+            await asyncio.wait_for(staying, 30)
+
+    asyncio.run(run())
+    assert "on fire" in caplog.text
+
+
+def test_a_stream_that_is_left_when_the_engine_has_closed_ends_quietly() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(llm=LLM.over(tiny_engine()))
+        stream = llm.generate([1, 2, 3], SamplingParams(max_tokens=200, seed=1))
+        async for _output in stream:
+            break
+        await asyncio.to_thread(llm.close)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+def test_a_bad_id_whose_caller_leaves_at_once_affects_no_other() -> None:
+    async def run() -> None:
+        async with AsyncLLM(llm=LLM.over(tiny_engine())) as llm:
+            bad: Any = ["a"]
+            leaving = asyncio.create_task(last(llm, [1, 2], request_id=bad))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.wait([leaving])
+            assert len((await last(llm, [4, 5])).outputs[0].token_ids) == 25
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_result_that_cannot_be_handed_over_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,14 @@ def test_greedy_continuations_are_equal(backend: str) -> None:
 
 def test_more_continuations_than_seats_all_end() -> None:
     engine = tiny_engine(max_num_seqs=2, max_num_batched_tokens=32)
-    output = LLM.over(engine).generate([[9] * 30], SamplingParams(seed=1, n=7, max_tokens=15))[0]
+    running = []
+    output = LLM.over(engine).generate(
+        [[9] * 30],
+        SamplingParams(seed=1, n=7, max_tokens=15),
+        on_step=lambda _changed: running.append(engine.scheduler.num_running),
+    )[0]
     assert [len(continuation.token_ids) for continuation in output.outputs] == [15] * 7
+    assert max(running) == 2
     drain(engine)
 
 
@@ -101,6 +107,44 @@ def test_a_continuation_without_a_permitted_token_fails_its_request() -> None:
     # The fork alone, the first continuation alone, and neither of them.
     a, b = ids["a"], ids["b"]
     assert {(a, b), (b, a), (a, a)} <= begun
+    drain(engine)
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("stop", ["string", "token", "none"])
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_text_that_ends_with_a_draft_does_not_fail_for_what_would_follow(
+    speculate: bool, stop: str, logprobs: int | None
+) -> None:
+    """After aax only end-of-text may follow, which is not among the allowed tokens. The grammar dictates all of it, so
+    that with speculation x is accepted in the step in which the row after it fails."""
+    model = replace(tiny_model(), eos_ids=(0,))
+    ids = model.tokenizer.encode("ax")
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=8,
+        logprobs=logprobs,
+        grammar=Grammar(kind=GrammarKind.REGEX, text="aax"),
+        allowed_token_ids=ids,
+        stop="x" if stop == "string" else None,
+        stop_token_ids=[ids[1]] if stop == "token" else None,
+    )
+    engine = tiny_engine(model, speculate=speculate)
+    output = LLM.over(engine).generate([[5, 6, 7]], params)[0]
+    found = output.outputs[0]
+    assert found.token_ids == [ids[0], *ids]
+    assert len(found.pieces) == 3
+    if logprobs is not None:
+        assert found.logprobs is not None
+        assert [each.token for each in found.logprobs] == found.token_ids
+    assert engine.speculation.accepted_tokens == (2 if speculate else 0)
+    if stop == "none":
+        assert output.error is not None
+        assert (found.text, found.finish_reason) == ("aax", "error")
+    else:
+        assert output.error is None
+        assert (found.text, found.finish_reason) == ("aa", "stop")
+        assert found.stop_reason == ("x" if stop == "string" else ids[1])
     drain(engine)
 
 
@@ -164,6 +208,35 @@ def test_a_stop_string_that_min_tokens_ignores_stays_ignored() -> None:
     assert (continuation.output.text, continuation.output.stop_reason) == (written, "t")
 
 
+def test_a_stop_string_counts_from_the_token_on_that_completes_min_tokens() -> None:
+    tokenizer = tiny_model().tokenizer
+    params = SamplingParams(stop="t", min_tokens=3, max_tokens=9)
+    continuation = Continuation("a", 0, RequestSampling(params, vocab_size=256, device="cpu"), tokenizer)
+    assert continuation.take(tokenizer.encode("attt"), [Origin.PLAIN] * 4, None, None)
+    assert (continuation.output.text, continuation.output.num_tokens) == ("at", 3)
+
+
+def test_what_was_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
+    tokenizer = tiny_model().tokenizer
+    params = SamplingParams(stop="bcd", max_tokens=3)
+    continuation = Continuation("a", 0, RequestSampling(params, vocab_size=256, device="cpu"), tokenizer)
+    assert not continuation.take(tokenizer.encode("ab"), [Origin.PLAIN] * 2, None, None)
+    assert continuation.output.text == "a"
+    assert not continuation.take(tokenizer.encode("c"), [Origin.PLAIN], None, "length")
+    assert (continuation.output.text, continuation.output.finish_reason) == ("abc", "length")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_a_stop_token_is_shown_where_that_is_asked_for(include: bool, text: str) -> None:
+    tokenizer = tiny_model().tokenizer
+    tokens = tokenizer.encode("ab")
+    params = SamplingParams(stop_token_ids=tokens[1:], include_stop_str_in_output=include)
+    continuation = Continuation("a", 0, RequestSampling(params, vocab_size=256, device="cpu"), tokenizer)
+    continuation.take(tokens, [Origin.PLAIN] * 2, None, "stop")
+    output = continuation.output
+    assert (output.text, output.finish_reason, output.stop_reason) == (text, "stop", tokens[1])
+
+
 def test_end_of_text_stops_unless_told_otherwise() -> None:
     tokens, _text = greedy_text()
     model = replace(tiny_model(), eos_ids=(tokens[5],))
@@ -209,6 +282,19 @@ def test_log_probabilities_are_the_same_with_drafts(speculate: bool) -> None:
     found = torch.tensor([entry.logprob for entry in [*prompt_part, *continuation.logprobs]])
     torch.testing.assert_close(found, dense_logprobs(model, prompt + continuation.token_ids), atol=1e-4, rtol=1e-4)
     assert continuation.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in continuation.logprobs))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_every_continuation_has_the_log_probabilities_of_its_own_tokens(max_tokens: int) -> None:
+    engine = tiny_engine(speculate=True)
+    params = SamplingParams(temperature=4, seed=2, n=6, max_tokens=max_tokens, logprobs=0)
+    outputs = LLM.over(engine).generate([[5, 6, 7] * 9], params)[0].outputs
+    assert len({continuation.token_ids[0] for continuation in outputs}) > 2
+    for continuation in outputs:
+        assert continuation.logprobs is not None
+        assert [entry.token for entry in continuation.logprobs] == continuation.token_ids
+        assert continuation.cumulative_logprob == sum(entry.logprob for entry in continuation.logprobs)
+    drain(engine)
 
 
 def test_prompt_log_probabilities_need_every_row_and_come_in_chunks() -> None:

@@ -149,22 +149,22 @@ def test_a_step_may_be_interrupted_at_any_line(method: str, step: int) -> None:
         outputs = added(engine)
         for _ in range(step - 1):
             engine.step()
-        interrupted = _interrupt_at(engine, place)
+        interrupted = _interrupt_at(engine.step, place)
         finish(engine)
         assert_right_or_failed(outputs, expected)
         assert_as_new(engine, expected)
         place += 149
 
 
-def _interrupt_at(engine: Engine, place: int) -> bool:
-    """One step, interrupted at the given number of lines; False if it has fewer."""
+def _interrupt_at(call: Callable[[], object], place: int) -> bool:
+    """Make a call that is interrupted at the given number of lines; False if it has fewer."""
     seen = 0
 
     def enter(frame: FrameType, _event: str, _arg: Any) -> Any:
         package = frame.f_globals.get("__name__", "").split(".")
         ours = package[0] == "outrider" and len(package) > 1 and package[1] in INTERRUPTED
         # What cleans up after an interrupt is not interrupted again.
-        return line if ours and frame.f_code.co_name not in ("guarded", "_abandon") else None
+        return line if ours and frame.f_code.co_name not in ("guarded", "_abandon", "_drop_all") else None
 
     def line(_frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal seen
@@ -177,12 +177,78 @@ def _interrupt_at(engine: Engine, place: int) -> bool:
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        engine.step()
+        call()
     except Interrupt:
         return True
     finally:
         sys.settrace(before)
     return False
+
+
+def test_a_request_may_be_interrupted_at_any_line_of_being_added() -> None:
+    """Afterwards the engine knows all of it or nothing of it, and no other request is touched."""
+    expected = expected_for("ngram")
+    params = SamplingParams(n=2, temperature=0, max_tokens=6)
+    place, interrupted = 1, True
+    while interrupted:
+        engine = engine_for("ngram")
+        engine.add_request("a", PROMPTS[0], PARAMS)
+        output = engine.output("a")
+        interrupted = _interrupt_at(lambda engine=engine: engine.add_request("b", PROMPTS[1], params), place)  # type: ignore[misc]
+        assert finish(engine) == 0
+        assert output.outputs[0].token_ids == expected[0]
+        if place % 10 == 1:
+            assert_as_new(engine, expected)
+        place += 3
+
+
+def test_an_abort_may_be_interrupted_at_any_line() -> None:
+    expected = expected_for("ngram")
+    place, interrupted = 1, True
+    while interrupted:
+        engine = engine_for("ngram")
+        engine.add_request("a", PROMPTS[0], PARAMS)
+        engine.add_request("b", PROMPTS[1], SamplingParams(n=2, temperature=0, max_tokens=6))
+        going_on, leaving = engine.output("a"), engine.output("b")
+        engine.step()
+        engine.step()
+        interrupted = _interrupt_at(lambda engine=engine: engine.abort("b"), place)  # type: ignore[misc]
+        assert finish(engine) == 0
+        assert going_on.outputs[0].token_ids == expected[0]
+        if interrupted and place > 1:
+            assert [each.finish_reason for each in leaving.outputs] == ["abort"] * 2
+        assert leaving.finished
+        if place % 10 == 1:
+            assert_as_new(engine, expected)
+        place += 3
+
+
+def test_a_request_that_ended_in_a_step_that_is_interrupted_later_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for("none")
+    engine.add_request("a", PROMPTS[0], SamplingParams(temperature=0, max_tokens=1))
+    engine.add_request("b", PROMPTS[1], PARAMS)
+    ended, lost = engine.output("a"), engine.output("b")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_take", raising_once(engine._take, Interrupt(), call=2))
+        with pytest.raises(Interrupt):
+            engine.step()
+    assert not engine.has_work
+    assert (ended.finished, ended.error, ended.outputs[0].finish_reason) == (True, None, "length")
+    assert (lost.finished, lost.outputs[0].finish_reason) == (True, "error")
+    assert_as_new(engine, expected_for("none"))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["generate", "stream"])
+def test_a_call_that_is_interrupted_just_after_its_request_was_added_leaves_nothing_running(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for("none")
+    llm = LLM.over(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "add_request", raising_once(engine.add_request, Interrupt(), late=True))
+        with pytest.raises(Interrupt):
+            list(llm.stream(PROMPTS[0], PARAMS)) if stream else llm.generate(PROMPTS, PARAMS)
+    assert_as_new(engine, expected_for("none"))
 
 
 def test_a_signal_during_generate_leaves_the_llm_usable() -> None:

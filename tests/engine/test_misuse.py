@@ -95,6 +95,15 @@ def test_a_stream_gets_its_end_when_another_call_runs_it(llm: LLM) -> None:
     assert [output.finished for output in llm.stream([1, 2, 3], PARAMS)] == [False] * 11 + [True]
 
 
+def test_calls_of_two_llms_over_one_engine_do_not_meet(llm: LLM) -> None:
+    (expected,) = tokens_of(llm.generate([1, 2, 3], PARAMS))
+    stream = LLM.over(llm.engine).stream([1, 2, 3], PARAMS)
+    first = next(stream)
+    other = LLM.over(llm.engine).generate([4, 5, 6], PARAMS)[0]
+    assert other.request_id != first.request_id
+    assert tokens_of([list(stream)[-1]]) == [expected]
+
+
 # ---- threads ---------------------------------------------------------------------------------------------
 
 
@@ -154,3 +163,16 @@ def test_a_request_that_is_aborted_during_a_step_is_gone_before_the_next() -> No
     assert leaving.outputs[0].finish_reason == "abort"
     assert not engine.output("a").finished
     assert len(engine.runner.requests) == 1
+
+
+def test_the_id_of_a_request_that_is_to_be_aborted_may_be_used_again() -> None:
+    engine = tiny_engine()
+    engine.add_request("a", [1, 2, 3], PARAMS)
+    leaving = engine.output("a")
+    assert inside(engine, lambda: engine.abort_soon("a")) is None
+    engine.add_request("a", [4, 5, 6], PARAMS)
+    assert leaving.outputs[0].finish_reason == "abort"
+    output = engine.output("a")
+    while engine.has_work:
+        engine.step()
+    assert tokens_of([output]) == tokens_of(LLM.over(tiny_engine()).generate([4, 5, 6], PARAMS))

@@ -382,3 +382,12 @@ def test_an_export_starts_at_the_first_valid_slot() -> None:
     hand.serve(ids(40), may_draft=False)
     sequence = hand.prefill(ids(21))
     assert hand.kv.export_intervals(sequence) == {0: Interval(0, 21), 1: Interval(20, 21)}
+
+
+def test_a_worker_keeps_the_margin_that_its_peer_will_ask_for() -> None:
+    """Pages have one slot each, so that everything behind the window and the margin is freed."""
+    hand, _watch = watched(full(page=1), sliding(6, page=1), keep_margin=2, pages=300)
+    sequence = hand.prefill(ids(40))
+    assert hand.kv.export_intervals(sequence)[1] == Interval(40 - 6 + 1 - 2, 40)
+    hand.decode(sequence, ids(9, seed=2))
+    assert hand.kv.export_intervals(sequence)[1] == Interval(49 - 6 + 1 - 2, 49)

@@ -210,6 +210,24 @@ def test_an_end_is_kept_of_what_arrived_and_not_of_the_page_that_arrived_in_part
     hand.kv.check_integrity()
 
 
+def test_a_drafter_that_catches_up_keeps_the_window_at_its_own_end() -> None:
+    """The target is hit up to 64, the drafter has nothing of it yet and is fed in parts."""
+    hand, _watch = watched(full(page=8), footprint=drafter("chain_from_tokens", sliding(6, "draft", page=8)))
+    hand.serve(ids(64), may_draft=False)
+    sequence = hand.admit(ids(70), k=2)
+    sequence.tokens.append(7)
+    for fed_to in (16, 40):
+        v = len(sequence.tokens) - 1
+        hand.kv.reserve(sequence, v, hand.kv.layout.footprint.reserve_end(v=v, k=2))
+        plan = hand.plan()
+        hand.kv.commit(sequence, v, fed_to=fed_to)
+        hand.done(plan)
+        sequence.tokens.append(8)
+        assert min(held_pages(hand.kv, sequence, 1)) <= (fed_to - 6 + 1) // 8
+    hand.advance(sequence, len(sequence.tokens) - 1, k=2)
+    assert min(held_pages(hand.kv, sequence, 1)) == (72 - 6 + 1) // 8
+
+
 def test_a_sequence_that_fails_leaves_no_end() -> None:
     hand, watch = mixed(8, drafter("nothing"), "tail")
     sequence = hand.prefill(ids(100))

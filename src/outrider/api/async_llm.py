@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from outrider.api.llm import LLM, Message, Prompt
+from outrider.api.llm import LLM, Message, Prompt, new_request_id
 from outrider.engine.outputs import RequestOutput
 from outrider.errors import RequestError
 from outrider.models.resolve import DEFAULT_MODEL
@@ -31,7 +31,6 @@ class AsyncLLM:
         self._llm = llm if llm is not None else LLM(model, **settings)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliveries: dict[str, Delivery] = {}
-        self._numbers = 0
         self._ended: Exception | None = None
         """Why nothing is served any more. The lock guards it and the queue together: no order comes after the end."""
         self._lock = threading.Lock()
@@ -64,19 +63,20 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yields the result so far after each step that adds to it. Closing the iterator early
         aborts the request. `hand_over` and `ticket` are as for `LLM.generate`."""
-        if request_id is None:
-            self._numbers += 1
-            request_id = f"async-{self._numbers}"
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
         loop = asyncio.get_running_loop()
         arrivals: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         params = SamplingParams() if sampling_params is None else sampling_params
-        name = request_id
+        name = new_request_id() if request_id is None else request_id
 
         def deliver(item: RequestOutput | Exception) -> None:
             _unless_closed(loop, arrivals.put_nowait, item)
 
         transfer = {"hand_over": hand_over, "ticket": ticket}
-        self._order(lambda: self._start(name, prompt, params, deliver, transfer))
+        if not self._order(lambda: self._start(name, prompt, params, deliver, transfer)):
+            assert self._ended is not None
+            raise self._ended
         finished = False
         try:
             while not finished:
@@ -87,7 +87,7 @@ class AsyncLLM:
                 finished = item.finished
                 yield item
         finally:
-            if not finished and self._ended is None:
+            if not finished:
                 self._order(lambda: self._abort(name, deliver))
 
     def chat(
@@ -97,12 +97,13 @@ class AsyncLLM:
         prompt: Mapping[str, Any] = {"prompt_token_ids": self._llm.chat_prompt(messages)}
         return self.generate(prompt, sampling_params, **options)
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _order(self, order: Callable[[], None]) -> bool:
+        """Have the engine's thread carry out an order; False if nothing is served any more."""
         with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._orders.put(order)
-        self._llm.engine.wake()
+            if self._ended is None:
+                self._orders.put(order)
+                self._llm.engine.wake()
+            return self._ended is None
 
     # ---- the engine's thread -----------------------------------------------------------------------
 
@@ -130,17 +131,18 @@ class AsyncLLM:
             self._end(error if isinstance(error, Exception) else RuntimeError(f"the engine stopped: {error!r}"))
 
     def _end(self, error: Exception) -> None:
-        """Serve nothing more, and tell why to all callers that wait or are still in the queue."""
+        """Serve nothing more, and tell why to all callers that wait or are still in the queue, even where an engine
+        that has stopped fails to abort a request too."""
         with self._lock:
             self._ended = error
         while not self._orders.empty():
             order = self._orders.get()
             if order is not None:
-                order()
+                with suppress(BaseException):
+                    order()
         waiting, self._deliveries = self._deliveries, {}
         for deliver in waiting.values():
             deliver(error)
-        # Only after all callers were told: an engine that has stopped may fail here too.
         for name in waiting:
             with suppress(BaseException):
                 self._llm.engine.abort(name)

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from numbers import Integral, Number
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 
@@ -20,6 +21,11 @@ from outrider.sampling import SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
 Message = Mapping[str, Any]
+
+
+def new_request_id() -> str:
+    """Returns an id for a request whose caller chose none; no other request has it, whatever ids callers choose."""
+    return uuid4().hex
 
 
 class LLM:
@@ -46,14 +52,12 @@ class LLM:
             **settings,
         )
         self.engine = build_engine(config, progress=progress)
-        self._requests = 0
 
     @classmethod
     def over(cls, engine: Engine) -> LLM:
         """Use an engine that is built already."""
         llm = cls.__new__(cls)
         llm.engine = engine
-        llm._requests = 0
         return llm
 
     # ---- whole answers -----------------------------------------------------------------------------
@@ -78,10 +82,12 @@ class LLM:
         tickets = [ticket] * len(given) if ticket is None or isinstance(ticket, str) else list(ticket)
         if len(tickets) != len(given) or (isinstance(ticket, str) and not alone):
             raise RequestError(f"{len(given)} prompts, but another number of tickets; each prompt has its own ticket")
+        names: list[str] = []
         results: dict[str, RequestOutput] = {}
         try:
             for prompt, wanted, prompt_ticket in zip(given, params, tickets, strict=True):
-                name = self._next_name()
+                name = new_request_id()
+                names.append(name)
                 try:
                     self._add(name, prompt, wanted, hand_over=hand_over, ticket=prompt_ticket)
                     results[name] = self.engine.output(name)
@@ -95,8 +101,8 @@ class LLM:
                     on_step(changed)
         finally:
             # An interrupted call leaves nothing running.
-            for name, output in results.items():
-                if not output.finished:
+            for name in names:
+                if name not in results or not results[name].finished:
                     self.engine.abort_soon(name)
         return list(results.values())
 
@@ -134,25 +140,20 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt; yields the growing result after every step that adds to it. Closing the generator early
         aborts the request."""
-        name = self._next_name()
-        self._add(name, prompt, SamplingParams() if sampling_params is None else sampling_params)
-        output = self.engine.output(name)
-        ended = False
+        name, output, ended = new_request_id(), None, False
         try:
+            self._add(name, prompt, SamplingParams() if sampling_params is None else sampling_params)
+            output = self.engine.output(name)
             while not ended:
                 # Another call may have brought it to its end meanwhile.
                 if output.finished or output in self._step():
                     ended = output.finished
                     yield output
         finally:
-            if not output.finished:
+            if output is None or not output.finished:
                 self.engine.abort_soon(name)
 
     # ---- helpers -----------------------------------------------------------------------------------
-
-    def _next_name(self) -> str:
-        self._requests += 1
-        return str(self._requests)
 
     def _add(self, name: str, prompt: Prompt, params: SamplingParams, **transfer: Any) -> None:
         text, ids = self.encode(prompt)

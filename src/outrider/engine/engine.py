@@ -237,24 +237,23 @@ class Engine:
             salt=salt,
         )
         room = self.max_model_len - len(tokens)
-        record = self.scheduler.add(
-            RequestSpec(
-                id=request_id,
-                sequence_ids=tuple(continuation.sequence_id for continuation in continuations),
-                prompt=tokens,
-                max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
-                k=self.k if speculate else 0,
-                priority=priority,
-                stop_tokens=frozenset(
-                    params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *self.model.eos_ids)
-                ),
-                salt=salt,
-                use_cache=params.prompt_logprobs is None,
-                hand_over=hand_over,
-                awaits_peer=opened is not None,
-            )
+        spec = RequestSpec(
+            id=request_id,
+            sequence_ids=tuple(continuation.sequence_id for continuation in continuations),
+            prompt=tokens,
+            max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
+            k=self.k if speculate else 0,
+            priority=priority,
+            stop_tokens=frozenset(
+                params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *self.model.eos_ids)
+            ),
+            salt=salt,
+            use_cache=params.prompt_logprobs is None,
+            hand_over=hand_over,
+            awaits_peer=opened is not None,
         )
         try:
+            record = self.scheduler.add(spec)
             self._live[request_id] = live
             self._sequences.update({each.sequence_id: (live, each) for each in continuations})
             running = RunningRequest(record, sampling, forks=samplings[1:], prompt_logprobs=params.prompt_logprobs)
@@ -293,7 +292,10 @@ class Engine:
     @exclusive
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and all its continuations; None if there is none of that id."""
-        return self._abort(request_id)
+        live = self._live.get(request_id)
+        self._to_abort.append(request_id)
+        self._abort_pending()
+        return None if live is None else live.output
 
     def abort_soon(self, request_id: str) -> None:
         """Abort a request now or, if another call is inside the engine, before the next step."""
@@ -310,12 +312,11 @@ class Engine:
             # Only now: an abort that is interrupted is tried again.
             self._to_abort.popleft()
 
-    def _abort(self, request_id: str) -> RequestOutput | None:
+    def _abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is None:
-            return None
-        self._end_all(live, "abort")
-        return self._close(live)
+        if live is not None:
+            self._end_all(live, "abort")
+            self._close(live)
 
     def _end_all(self, live: LiveRequest, reason: str) -> None:
         self._drop_all(live)
@@ -338,11 +339,10 @@ class Engine:
         if self.sanitizer is not None:
             self.sanitizer.forget(sequence_id)
 
-    def _close(self, live: LiveRequest) -> RequestOutput:
+    def _close(self, live: LiveRequest) -> None:
         live.output.finished = True
         live.output.metrics.finished_s = time.monotonic()
         del self._live[live.id]
-        return live.output
 
     @exclusive
     def reset_prefix_cache(self) -> None:
@@ -377,11 +377,11 @@ class Engine:
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
         """End the requests of a step that was interrupted: how far it got is unknown."""
-        lost = self.scheduler.abandon(plan)
+        lost = set(self.scheduler.abandon(plan))
         # Some of its sequences may have left the scheduler already, without their callers having been told.
-        lost += [row.sequence_id for row in plan.scheduled] if plan is not None else []
-        requests = {self._sequences[id][0].id: self._sequences[id][0] for id in lost if id in self._sequences}
-        for live in requests.values():
+        if plan is not None:
+            lost.update(row.sequence_id for row in plan.scheduled)
+        for live in [live for live in self._live.values() if not lost.isdisjoint(live.sequence_ids)]:
             if not live.finished:
                 live.output.error = f"its step was interrupted: {type(error).__name__}: {error}"
             self._drop_all(live)
@@ -453,22 +453,26 @@ class Engine:
             if live is None or continuation is None:
                 continue  # another continuation has failed, and the request with it
             changed[live.id] = live
-            failure = result.failed.get(update.sequence_id)
-            if failure is not None or update.finish == "failed":
-                if failure is None:
-                    why = live.transfer_failure or "a transfer was interrupted"
-                    live.output.error = f"its KV did not come from its prefill worker: {why}; send the request again"
-                    live.output.error_code = "kv_transfer_failed"
-                else:
-                    live.output.error = str(failure)
-                live.output.error_is_callers = isinstance(failure, RequestError)
-                self._end_all(live, "error")
+            gained, failure = verified.get(update.sequence_id, (0, 0)), result.failed.get(update.sequence_id)
+            if update.finish == "failed":
+                why = live.transfer_failure or "a transfer was interrupted"
+                live.output.error_code = "kv_transfer_failed"
+                self._fail(live, f"its KV did not come from its prefill worker: {why}; send the request again")
+            elif failure is None:
+                self._take(live, continuation, update, gained, result)
             else:
-                self._take(live, continuation, update, verified.get(update.sequence_id, (0, 0)), result)
+                # The last token stands for the one that could not be chosen; drafts before it may have ended the text.
+                self._take(live, continuation, _before_failure(update, gained[1]), gained, result)
+                if not continuation.finished:
+                    self._fail(live, str(failure), is_callers=isinstance(failure, RequestError))
         for live in changed.values():
             if live.finished:
                 self._close(live)
         return {live.id: live.output for live in changed.values()}
+
+    def _fail(self, live: LiveRequest, error: str, *, is_callers: bool = False) -> None:
+        live.output.error, live.output.error_is_callers = error, is_callers
+        self._end_all(live, "error")
 
     def _note_row(self, row: ScheduledRequest, result: StepResult, planned_s: float) -> None:
         output = self._sequences[row.sequence_id][0].output
@@ -499,7 +503,7 @@ class Engine:
         metrics.steps += given > 0 or is_new_fork
         origins = [Origin.PLAIN] * len(tokens)
         if drafts:
-            origins = token_origins(given, drafts)
+            origins = token_origins(given, drafts)[: len(tokens)]
             metrics.speculation.count(drafts, given - 1)
             self.speculation.count(drafts, given - 1)
         if not continuation.output.tokens:
@@ -555,6 +559,11 @@ class Engine:
             first = forks[index - 1]
             return None if first is None else [first]
         return None
+
+
+def _before_failure(update: Update, given: int) -> Update:
+    """Returns what a sequence gained before the last of the `given` tokens, unless the update ends earlier already."""
+    return update if len(update.tokens) < given else Update(update.sequence_id, update.tokens[: given - 1], None)
 
 
 def token_origins(tokens: int, drafts: int) -> list[Origin]:

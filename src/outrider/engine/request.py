@@ -28,6 +28,10 @@ class LiveRequest:
         return self.output.request_id
 
     @property
+    def sequence_ids(self) -> list[str]:
+        return [continuation.sequence_id for continuation in self.continuations]
+
+    @property
     def finished(self) -> bool:
         return all(continuation.finished for continuation in self.continuations)
 
