@@ -6,12 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.kv.fakes import drafter, full, sliding
-
-from outrider.errors import TransferError
-from outrider.kv import Interval, KVLayout
-from outrider.kv.ledger import Load
-from outrider.kv.prefix import CacheIdentity
 from outrider.transfer.connector import (
     LeaseBook,
     Offer,
@@ -21,6 +15,12 @@ from outrider.transfer.connector import (
     shared_groups,
     signatures,
 )
+from tests.kv.fakes import drafter, full, sliding
+
+from outrider.errors import TransferError
+from outrider.kv import Interval, KVLayout
+from outrider.kv.ledger import Load
+from outrider.kv.prefix import CacheIdentity
 
 HERE = CacheIdentity(weights="llama", dtype="bfloat16", layout="paged")
 LAYOUT = KVLayout(target=(full(page=8), sliding(6, page=8)), footprint=drafter("chain_from_taps"))
