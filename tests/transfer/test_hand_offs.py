@@ -127,3 +127,56 @@ def test_the_reported_block_boundary_moves_the_prompts_block(tmp_path: Path) -> 
     assert text == ask(make_worker(model, "none", tmp_path, None), "c", prompt, PARAMS).outputs[0].token_ids
     prefill.close()
     decode.close()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft model", "full", "eagle3"])
+def test_the_decode_workers_steps_are_a_single_workers(drafter: str, tmp_path: Path) -> None:
+    """The first token and the drafts after it come with the KV, cut to what the request may still write."""
+    model = make_model("mixed")
+    prefill = make_worker(model, drafter, tmp_path, "kv_producer")
+    decode = make_worker(model, drafter, tmp_path, "kv_consumer")
+    single = make_worker(model, drafter, tmp_path, None)
+    rng, verified = random.Random(drafter), 0
+    for number, length in enumerate((*range(1, 8), 90)):
+        # With few tokens to choose from, a look-up finds something.
+        few = (5, 6, 7) if drafter == "ngram" else None
+        prompt = [rng.choice(few or range(256)) for _ in range(28)]
+        params = SamplingParams(
+            temperature=0.9, seed=number, max_tokens=length, logprobs=2, presence_penalty=0.3, allowed_token_ids=few
+        )
+        name = f"r{number}"
+        handed = ask(prefill, name, prompt, params, hand_over=True)
+        taken, alone = ask(decode, name, prompt, params, ticket=handed.ticket), ask(single, name, prompt, params)
+        (one,), (other,) = taken.outputs, alone.outputs
+        assert (one.token_ids, one.origins, one.finish_reason) == (other.token_ids, other.origins, other.finish_reason)
+        assert taken.metrics.speculation == alone.metrics.speculation
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert [score.token for score in one.logprobs] == [score.token for score in other.logprobs]
+        assert [score.logprob for score in one.logprobs] == pytest.approx([score.logprob for score in other.logprobs])
+        verified += taken.metrics.speculation.draft_tokens
+    assert verified > 0
+    for engine in (prefill, decode):
+        assert_nothing_left(engine)
+        engine.close()
+
+
+def test_several_continuations_and_scores_of_the_prompt_are_made_on_the_decode_worker(tmp_path: Path) -> None:
+    model = make_model("mixed")
+    prefill = make_worker(model, "eagle3", tmp_path, "kv_producer")
+    decode = make_worker(model, "eagle3", tmp_path, "kv_consumer")
+    single = make_worker(model, "eagle3", tmp_path, None)
+    for name, params in {
+        "n": SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=9),
+        "scores": SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1),
+    }.items():
+        prompt = list(range(3, 36))
+        handed = ask(prefill, name, prompt, params, hand_over=True)
+        taken, alone = ask(decode, name, prompt, params, ticket=handed.ticket), ask(single, name, prompt, params)
+        assert [output.token_ids for output in taken.outputs] == [output.token_ids for output in alone.outputs]
+        assert (taken.prompt_logprobs is None) == (alone.prompt_logprobs is None)
+        decode.reset_prefix_cache()
+        single.reset_prefix_cache()
+    for engine in (prefill, decode):
+        assert_nothing_left(engine)
+        engine.close()
