@@ -490,7 +490,7 @@ class TransferDriver:
         hand_off = self._by_lease.get(message.lease)
         if hand_off is None or hand_off.peer != endpoint:
             if isinstance(message, Offered):
-                # Nobody waits for it any more.
+                # No request waits for it any more.
                 self._link.send(endpoint, Release(lease=message.lease, reader=self.engine))
             return
         match message:
@@ -557,7 +557,7 @@ class TransferDriver:
         self._settle_given_up()
 
     def _cut_off(self, peer: Peer) -> None:
-        """End everything that is on its way from a peer; whoever still wants something of it meets it again."""
+        """End everything that is on its way from a peer, which is met again for requests that still want its KV."""
         if not peer.fencing:
             peer.fencing = True
             self.counters.fences += 1
