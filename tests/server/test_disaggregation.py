@@ -158,7 +158,7 @@ def test_responses_are_handed_over_too(workers: Workers) -> None:
 
 def test_a_proxy_may_ask_the_prefill_worker_for_a_least_length(workers: Workers) -> None:
     """As llm-d's does. The first token is then drawn where the end of the text is possible: on the decode worker."""
-    route, body = text("least of llm-d", **SEEDED, logprobs=1)
+    route, body = text("a least length", **SEEDED, logprobs=1)
     params = ticket_of(workers.prefill, route, body, min_tokens=1, max_completion_tokens=1)
     answer = ask(workers.decode, route, {**body, "kv_transfer_params": params})
     (choice,), (expected,) = answer["choices"], ask(workers.single, route, body)["choices"]
