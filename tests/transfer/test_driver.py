@@ -117,8 +117,9 @@ def test_a_question_without_an_answer_is_asked_once_more_and_then_given_up(lost:
     assert pair.decode.link.take_sent(lost) == []
     pair.pass_time(0.2)
     assert len(pair.decode.link.take_sent(lost)) == 1
+    pair.pass_time(LIMITS.answer_s - 0.5)
     assert pair.decode.scheduler.requests["a"].state is State.FETCHING
-    pair.pass_time(LIMITS.answer_s)
+    pair.pass_time(0.6)
     failed = policy is LoadFailure.FAIL
     assert ("a" in pair.decode.scheduler.requests) != failed
     if not failed:
