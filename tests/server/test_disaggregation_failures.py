@@ -104,6 +104,7 @@ def test_a_prefill_worker_that_died_before_it_was_asked(workers: Workers) -> Non
         status, error = refusal(workers.strict, ROUTE, {**taken, "stream": streams})
         assert (status, error["code"]) == (503, "kv_transfer_failed")
         assert "does not answer" in error["message"]
+        assert before["endpoint"] not in error["message"]
     answer = ask(workers.decode, ROUTE, taken)
     assert answer["choices"] == expected
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "transferred_tokens": 0}

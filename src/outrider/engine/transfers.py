@@ -163,7 +163,7 @@ class EngineTransfers:
         for answer in fetched:
             if answer.offer is None:
                 self.recomputed_prompts += 1
-                logger.warning("no KV came for request %s: %s", answer.sequence, answer.reason)
+                logger.warning("no KV came from %s for request %s: %s", answer.peer, answer.sequence, answer.reason)
         return fetched
 
     def start_loads(self) -> None:
@@ -174,7 +174,9 @@ class EngineTransfers:
         for hand_off in settled:
             if hand_off.reason:
                 self.recomputed_prompts += not hand_off.transferred_tokens
-                logger.warning("not all KV came for request %s: %s", hand_off.sequence, hand_off.reason)
+                logger.warning(
+                    "not all KV came from %s for request %s: %s", hand_off.peer, hand_off.sequence, hand_off.reason
+                )
         return settled
 
     # ---- waiting -----------------------------------------------------------------------------------
