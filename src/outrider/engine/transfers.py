@@ -144,8 +144,8 @@ class EngineTransfers:
         self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
 
     def note_plain_prompt(self, *, had_no_room: bool) -> None:
-        """Count a prompt without a ticket, if a prefill worker was to compute it: it had no room to hold the KV, or this
-        worker only decodes otherwise."""
+        """Count a prompt without a ticket, if a prefill worker was to compute it: that worker had no room to hold the
+        KV, or this one leaves prompts to others."""
         self.recomputed_prompts += had_no_room or not self.config.hands_over
 
     def decline(self, ticket: Ticket) -> None:
