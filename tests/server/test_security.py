@@ -14,6 +14,9 @@ transfer fields of clients and peers
     test_disaggregation: test_another_tenants_ticket_loads_nothing
     test_disaggregation: test_neither_the_key_nor_the_endpoint_is_told_to_clients
     tests/transfer: test_an_offer_that_makes_no_sense_is_a_transfer_error
+hand-overs that no decode worker fetches
+    test_disaggregation_failures: test_kv_that_no_decode_worker_wants_is_given_back_by_an_idle_worker
+    test_disaggregation_failures: test_a_full_prefill_worker_gives_no_ticket_and_waits_for_what_it_holds_when_it_ends
 n, logprobs and lists without bounds
     test_everything_that_can_be_many_is_bounded_on_every_route
     test_errors: test_a_wrong_field_is_named
