@@ -201,7 +201,7 @@ class Engine:
             if params.prompt_logprobs is not None:
                 # Every row of the prompt has to be computed here.
                 self.transfers.decline(opened)
-                opened, compute_prompt = None, True
+                opened = None
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live.requests:
