@@ -20,7 +20,7 @@ ASKED |= {"remote_host": None, "remote_port": None}
 
 def start_worker(model: Path, key_file: Path, role: str, *options: object, **settings: Any) -> RunningServer:
     """Starts a worker as someone would who comes from vLLM."""
-    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", "lease_s": 20.0}
+    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", "lease_s": 12.0}
     return RunningServer(
         model,
         *(*TINY, "--sanitizer-level", "bytes", "--served-model-name", "tiny", "--drain-limit", "60"),
