@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.requirements import require
 from tests.server.conftest import API_KEY, OTHER_KEY, TINY
 from tests.server.running import RunningServer, wait_until
 from tests.server.workers import (
@@ -29,6 +30,8 @@ from outrider.server.http.keys import tenant_of
 from outrider.transfer.messages import PROTOCOL
 from outrider.transfer.offers import prompt_binding
 from outrider.transfer.tickets import ClusterKey, Ticket
+
+require("nixl", "nixl_cu12", "nixl_cu13")
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"town": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}}}

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from tests.requirements import require
 from tests.server.conftest import API_KEY, TINY
 from tests.server.running import RunningServer, wait_until
 from tests.server.workers import ASKED, CLUSTER_KEY, ask, counters, metrics, refusal, start_worker, state, ticket_of
+
+require("nixl", "nixl_cu12", "nixl_cu13")
 
 ROUTE = "/v1/completions"
 
