@@ -106,7 +106,7 @@ def test_a_prefill_worker_proposes_once_and_holds_until_released(method: str, st
     scheduler.release_held("a")
     engine.step()
     engine.drain()
-    # It came to its end, so nobody has to follow it.
+    # It came to its end, so there is nothing to withdraw.
     assert scheduler.take_given_up() == []
     assert_at_rest(kv)
 
@@ -591,7 +591,7 @@ def test_an_abort_in_any_state_leaves_no_page_behind(method: str, step_in_flight
     engine.scheduler.abort("a")
     assert "a" not in engine.scheduler.requests
     given_up = engine.scheduler.take_given_up()
-    # Whoever moves its KV is told once, with the pages that may still be written to.
+    # The transfer driver is told once, with the pages that may still be written to.
     assert given_up == ([("a", pages)] if reach in IN_TRANSFER else [])
     assert bool(pages) == (reach in (loading, partly_loaded))
     assert engine.scheduler.take_given_up() == []
