@@ -278,3 +278,32 @@ def test_the_next_call_repairs_what_an_interrupted_one_left_half_done(
     engine.run()
     kv.restore_quarantined(pages)
     assert_at_rest(kv)
+
+
+@pytest.mark.parametrize("call", ["fetched", "not_fetched"])
+@pytest.mark.parametrize("then", ["abandon", "the next call"])
+def test_a_request_whose_peers_answer_was_interrupted_ends(
+    call: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second answer would come, and it is unknown whether its first token was taken over."""
+    engine = make_engine("chain_from_taps")
+    scheduler = engine.scheduler
+    for id in ("a", "b"):
+        engine.add(id, ids(20), max_tokens=12, k=2, awaits_peer=True)
+    answers = {
+        "fetched": lambda: scheduler.fetched("a", OFFER, next_token(list(ids(20)))),
+        "not_fetched": lambda: scheduler.not_fetched("a"),
+    }
+    break_off(monkeypatch, scheduler.roster, "wait", answers[call])
+    if then == "abandon":
+        assert scheduler.abandon(None) == ["a"]
+    else:
+        scheduler.release_held("unknown")
+        assert scheduler.take_updates()[-1] == ("a", (), "failed")
+    assert scheduler.take_given_up() == [("a", [])]
+    # The other's answer has not come yet.
+    assert list(scheduler.requests) == ["b"]
+    scheduler.not_fetched("b")
+    engine.run()
+    assert engine.text["b"] == reference_text(ids(20), 12)
+    assert_at_rest(engine.kv)

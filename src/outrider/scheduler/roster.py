@@ -22,6 +22,7 @@ class Roster:
         self.prefilling = RunningList()
         self.decoding = RunningList()
         self.fetching: dict[str, Request] = {}
+        """Requests whose peer has not answered yet."""
         self.loading: dict[str, Request] = {}
         self.num_preemptions = 0
         self._kv = kv
@@ -44,7 +45,7 @@ class Roster:
         if request.state is State.WAITING:
             self.waiting.forget(request)
         elif request.state is State.FETCHING:
-            del self.fetching[request.id]
+            self.fetching.pop(request.id, None)  # it is gone already once the answer is here
         elif request.state is State.LOADING:
             del self.loading[request.id]
         elif request.state is State.PREFILLING:

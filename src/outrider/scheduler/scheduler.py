@@ -177,12 +177,11 @@ class Scheduler:
         """
         assert set(remote).issuperset(self.kv.layout.target_groups), "a peer that lacks a target group offers nothing"
         self._repair()
-        request = self.roster.fetching.get(sequence_id)
-        if request is None:
-            return
         self._moving = True
-        request.remote, request.carried_drafts = remote, drafts
-        self._leave_fetching(request, () if first_token is None else (first_token,))
+        request = self.roster.fetching.pop(sequence_id, None)
+        if request is not None:
+            request.remote, request.carried_drafts = remote, drafts
+            self._leave_fetching(request, () if first_token is None else (first_token,))
         self._moving = False
 
     def _leave_fetching(self, request: Request, first: tuple[int, ...]) -> None:
@@ -198,14 +197,13 @@ class Scheduler:
     def not_fetched(self, sequence_id: str) -> None:
         """Note that no prefill worker holds this request's prompt: it is computed here, or fails."""
         self._repair()
-        request = self.roster.fetching.get(sequence_id)
-        if request is None:
-            return
         self._moving = True
-        if self.config.load_failure is LoadFailure.FAIL:
-            self._fail(request)
-        else:
-            self.roster.wait(request)
+        request = self.roster.fetching.pop(sequence_id, None)
+        if request is not None:
+            if self.config.load_failure is LoadFailure.FAIL:
+                self._fail(request)
+            else:
+                self.roster.wait(request)
         self._moving = False
 
     def abort(self, sequence_id: str) -> None:
@@ -479,17 +477,19 @@ class Scheduler:
         if self._moving:
             states = {request.id: request.state for request in self.requests.values()}
             # The others that end were being finished anyway: their callers have given them up.
-            lost = [id for id in self._start_over() if states[id] is State.LOADING]
+            lost = [id for id in self._start_over() if states[id] in (State.FETCHING, State.LOADING)]
             self._updates += [Update(id, (), "failed") for id in lost]
 
     def _start_over(self, with_rows: Collection[str] = ()) -> list[str]:
-        """Take the KV from every request, and empty the cache. Requests with rows in a step, and those that load or are
-        held, end; all others are computed again. Returns the ids of the requests that ended."""
+        """Take the KV from every request, and empty the cache. Requests with rows in a step, requests that load or are
+        held, and one whose peer's answer was being taken in, end; all others are computed again. Returns the ids of the
+        requests that ended."""
         self._moving = True
         aside = {request.id: self.kv.holdings.set_pending_aside(request.kv) for request in self.roster.loading.values()}
         ended, kept, given_up = [], [], []
         for request in self.requests.values():
-            stays = request.state in (State.FETCHING, State.WAITING, State.PREFILLING, State.DECODING)
+            asked = request.state is State.FETCHING and request.id in self.roster.fetching
+            stays = asked or request.state in (State.WAITING, State.PREFILLING, State.DECODING)
             if stays and request.id not in with_rows and not request.flight and request.id in self.kv.sequences:
                 kept.append(request)
             else:
