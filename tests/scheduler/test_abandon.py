@@ -252,6 +252,33 @@ def test_when_all_start_over_what_loads_and_what_is_held_ends(monkeypatch: pytes
     assert_at_rest(engine.kv)
 
 
+def test_when_all_start_over_no_load_is_started_or_settled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request waited only for a page copy of the step, the loads of another were not started yet."""
+    engine = make_engine("chain_from_taps")
+    scheduler = engine.scheduler
+    engine.add("warm", ids(12) + ids(9, seed=1), max_tokens=1)
+    engine.run()
+    engine.add_handed_over("settling", ids(20), OFFER, max_tokens=12, k=2)
+    settling = scheduler.schedule()
+    assert settling.kv.copies
+    for load in scheduler.take_loads()[0][1]:
+        scheduler.load_arrived("settling", load)
+    assert scheduler.num_loading == 1
+    break_off(monkeypatch, engine.kv, "complete", lambda: scheduler.commit(settling, engine._run(settling)))
+    assert scheduler.abandon(settling) == ["settling"]
+    engine.add_handed_over("new", ids(20, seed=1), OFFER, max_tokens=12, k=2)
+    plan = scheduler.schedule()
+    break_off(monkeypatch, engine.kv, "complete", lambda: scheduler.commit(plan, engine._run(plan)))
+    assert scheduler.abandon(plan) == ["new"]
+    assert scheduler.take_loads() == []
+    aside = engine.take_quarantined()
+    engine.add("after", ids(20), max_tokens=12, k=2)
+    engine.run()
+    assert engine.text["after"] == reference_text(ids(20), 12)
+    engine.kv.restore_quarantined(aside)
+    assert_at_rest(engine.kv)
+
+
 @pytest.mark.parametrize("call", ["load_arrived", "load_failed", "load_lost", "abort", "release_held"])
 def test_the_next_call_repairs_what_an_interrupted_one_left_half_done(
     call: str, monkeypatch: pytest.MonkeyPatch

@@ -116,11 +116,13 @@ def test_a_hand_over_is_held_whatever_its_first_token_is(step_in_flight: bool) -
     """The decode worker ends the text by itself, and proxies ask a prefill worker for one token only."""
     engine = make_engine(role=Role.PREFILL, step_in_flight=step_in_flight)
     first = next_token(list(ids(20)))
-    engine.add("one", ids(20), max_tokens=1, hand_over=True)
-    engine.add("stops", ids(20), max_tokens=9, stop_tokens=frozenset({first}), hand_over=True)
+    engine.add("one", ids(20), max_tokens=1, k=2, hand_over=True)
+    engine.add("stops", ids(20), max_tokens=9, k=2, stop_tokens=frozenset({first}), hand_over=True)
     for id in ("one", "stops"):
         request = prefilled(engine, id)
         assert engine.text[id] == [first]
+        # How much may follow is for the decode worker to know.
+        assert request.drafts == 2
         assert engine.kv.export_intervals(request.kv)[0] == Interval(0, 20)
         engine.scheduler.release_held(id)
     engine.step()
@@ -173,7 +175,7 @@ def test_text_after_a_hand_over_equals_text_of_one_worker(method: str, drafts: i
 
 
 def test_without_the_first_token_a_request_samples_it_from_the_prompts_last_row() -> None:
-    engine = make_engine(role=Role.DECODE)
+    engine = make_engine(role=Role.DECODE, max_num_seqs=2)
     engine.add("a", ids(40), max_tokens=9, k=2, n=3, awaits_peer=True)
     engine.scheduler.fetched("a", offer(40), None)
     assert engine.scheduler.take_updates() == []
@@ -185,7 +187,7 @@ def test_without_the_first_token_a_request_samples_it_from_the_prompts_last_row(
     (first,) = engine.plans[1].scheduled
     assert (first.start, first.num_rows, first.samples) == (39, 1, 3)
     assert engine.text["a"] == reference_text(ids(40), 9)
-    # The forks start from the prompt here, not from a peer.
+    # The forks start from the prompt here, not from a peer, and so does the one that had to wait for a seat.
     assert set(engine.finished) == {"a", "a#1", "a#2"}
     assert engine.scheduler.take_loads() == []
     assert_at_rest(engine.kv)
@@ -313,6 +315,7 @@ def test_loading_requests_count_against_the_seats() -> None:
         handed_over(engine, f"r{number}", length=16)
     engine.step()
     assert (engine.scheduler.num_loading, engine.scheduler.num_waiting) == (2, 1)
+    assert [id for id, _loads in engine.scheduler.take_loads()] == ["r0", "r1"]
 
 
 def test_an_offer_that_is_too_short_is_left_alone() -> None:
