@@ -49,15 +49,6 @@ def test_a_plan_for_the_last_owner_of_an_id_is_not_carried_over_to_the_next() ->
     assert_at_rest(engine.kv)
 
 
-def test_a_plan_made_ahead_has_no_rows_after_the_token_that_is_handed_over() -> None:
-    """The step in flight samples it, and the request is held from then on."""
-    engine = make_engine("chain_from_taps", step_in_flight=True, keep_margin=2)
-    engine.add("a", ids(10), max_tokens=60, k=2, hand_over=True)
-    first, second = engine.scheduler.schedule(), engine.scheduler.schedule()
-    assert [(row.start, row.num_rows, row.samples) for row in first.scheduled] == [(0, 10, 1)]
-    assert second.scheduled == ()
-
-
 # ---- ends ------------------------------------------------------------------------------------------------
 
 

@@ -108,8 +108,6 @@ class Planner:
                 row = flight[-1]
                 if request.fresh:
                     continue  # a drafter that catches up does so with the verdict known
-                if request.spec.hand_over:
-                    continue  # the step in flight samples its only token
                 start += row.num_rows
                 drafts = row.propose
                 known += 1 + row.drafts
