@@ -506,6 +506,8 @@ class Scheduler:
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
+            # A step that was planned ahead has rows for what would have come after the first token.
+            request.flight.clear()
             self.roster.hold(request)
         else:
             self.roster.finish(request)
