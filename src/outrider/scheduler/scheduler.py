@@ -470,7 +470,8 @@ class Scheduler:
             if request.id in with_rows or request.state is State.LOADING:
                 ended.append(request.id)
                 self._give_up(request, keep_end=False)
-            elif request.state is not State.WAITING:
+            elif request.state not in (State.WAITING, State.HELD):
+                # What is held was written by earlier steps; this one gave it no rows, only pages that it did not need.
                 self.roster.preempt(request, keep_end=False)
         return ended
 
