@@ -14,7 +14,7 @@ from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
 from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, Role, State
-from outrider.transfer.link import Landed
+from outrider.transfer.link import Landed, Received
 from outrider.transfer.messages import Confirm, Fetch, Hello, Release
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
@@ -257,3 +257,24 @@ def test_an_idle_driver_has_no_deadline() -> None:
     assert pair.decode.driver.next_deadline_s == LIMITS.answer_s
     pair.finish()
     assert pair.decode.driver.next_deadline_s is None
+
+
+def test_a_repeated_offer_does_not_release_what_is_being_read_for_a_request_that_was_given_up() -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    offered = pair.prefill.lender.desk.answer(Fetch(lease=ticket.lease, reader=pair.decode.driver.engine), bytes)
+    assert offered is not None
+    pair.decode.scheduler.abort("a")
+    pair.decode.driver.advance()
+    pair.decode.link.events.append(Received("P", offered))
+    pair.decode.link.take_sent()
+    pair.decode.driver.advance()
+    assert pair.decode.link.take_sent(Release) == []
+    pair.decode.link.land()
+    pair.decode.driver.advance()
+    talk(pair.prefill, pair.decode)
+    pair.prefill.driver.advance()
+    pair.assert_empty()

@@ -399,8 +399,8 @@ class TransferDriver:
             return
         hand_off = self._hand_offs.of_lease(message.lease)
         if hand_off is None or hand_off.peer != endpoint:
-            if isinstance(message, Offered):
-                # No request waits for it any more.
+            if isinstance(message, Offered) and not self._hand_offs.is_read(message.lease):
+                # No request waits for it any more, and it is not the repetition of an offer whose pages are being read.
                 self._link.send(endpoint, Release(lease=message.lease, reader=self.engine))
             return
         match message:
