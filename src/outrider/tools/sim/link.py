@@ -34,6 +34,7 @@ class _Read:
     sequence: str
     read: GroupRead
     fate: ReadFate
+    parts_left: int = 0
     ended: bool = False
 
 
@@ -91,14 +92,15 @@ class VirtualLink:
             self._network.trouble(worker.lease_of(sequence), target=read.group in worker.layout.target_groups)
         size = -(-len(read.runs) // PARTS)
         parts = [read.runs[first : first + size] for first in range(0, len(read.runs), size)]
-        for place, (runs, delay) in enumerate(zip(parts, fate.delays[-len(parts) :], strict=True), start=1):
-            self._at(delay, made, runs, last=place == len(parts))
+        made.parts_left = len(parts)
+        for runs, delay in zip(parts, fate.delays[-len(parts) :], strict=True):
+            self._at(delay, made, runs)
         return number
 
-    def _at(self, delay: int, read: _Read, runs: tuple[SlotRun, ...], *, last: bool) -> None:
-        self._network.at(delay, lambda: self._land(read, runs, last=last))
+    def _at(self, delay: int, read: _Read, runs: tuple[SlotRun, ...]) -> None:
+        self._network.at(delay, lambda: self._land(read, runs))
 
-    def _land(self, read: _Read, runs: tuple[SlotRun, ...], *, last: bool) -> None:
+    def _land(self, read: _Read, runs: tuple[SlotRun, ...]) -> None:
         """Copy a part of a read, as far as the peer's memory is there."""
         worker = self.worker
         if read.ended or self._closed:
@@ -114,8 +116,10 @@ class VirtualLink:
             return
         if source.stopped_for and chance(worker.scenario.seed, "shared memory", read.engine, worker.engine) < 0.6:
             # Over a network, a stopped process sends nothing until it goes on.
-            self._at(source.stopped_for, read, runs, last=last)
+            self._at(source.stopped_for, read, runs)
             return
+        read.parts_left -= 1
+        last = not read.parts_left
         if last and read.fate.kind == "failed":
             self._end(read, "the connection was lost")
             return

@@ -470,5 +470,6 @@ REFUSALS = {
     "comes from another model": "peer_refused",
     "target's KV or the protocol differs": "peer_refused",
     "target layout differs": "peer_refused",
+    "no pages became free in time": "waited_too_long_for_pages",
 }
 """Reasons of the driver for doing without a peer's KV that are no fault, and what they are counted as."""
