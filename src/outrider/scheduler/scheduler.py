@@ -196,15 +196,17 @@ class Scheduler:
             self.roster.finish(request)
 
     def not_fetched(self, sequence_id: str) -> None:
-        """Note that no prefill worker holds this request's prompt: it is computed here, or fails."""
+        """Note that no prefill worker holds this request's prompt, or that it cannot wait for it any longer: it is
+        computed here, or fails."""
         self._repair()
-        request = self.roster.fetching.get(sequence_id)
-        if request is None:
+        request = self.requests.get(sequence_id)
+        if request is None or request.state not in (State.FETCHING, State.WAITING):
             return
         self._moving = True
+        request.remote, request.carried_drafts = None, 0
         if self.config.load_failure is LoadFailure.FAIL:
             self._fail(request)
-        else:
+        elif request.state is State.FETCHING:
             self.roster.wait(request)
         self._moving = False
 

@@ -173,7 +173,7 @@ class TransferDriver:
             return
         hand_off.offer = offer
         self.counters.draft_groups_missing += peer.lacks_groups
-        self._enter(hand_off, Phase.QUEUED)
+        self._enter(hand_off, Phase.QUEUED, self.limits.lease_s)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
             self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
@@ -435,6 +435,8 @@ class TransferDriver:
             if any(load.group in self._layout.target_groups for load in hand_off.open.values()):
                 self._lose(hand_off)
             self._end_reads(hand_off)
+        elif hand_off.phase is Phase.QUEUED:
+            self._waited(hand_off, now_s)
         elif hand_off.asked_again:
             hand_off.reason = "the prefill worker does not answer"
             if hand_off.phase is Phase.CONFIRMING:
@@ -448,6 +450,15 @@ class TransferDriver:
                 self._send_confirm(hand_off)
             elif peer is not None and peer.engine is not None and not peer.fencing:
                 self._ask(hand_off, peer)
+
+    def _waited(self, hand_off: HandOff, now_s: float) -> None:
+        """Let a request go on waiting for pages, unless this worker holds pages for others: two workers that hold for
+        each other what each of them waits for would wait for ever."""
+        if self.lender.leases:
+            self._tell_released(hand_off)
+            self._not_fetched(hand_off, "no pages became free in time, while this worker holds some for others")
+        else:
+            hand_off.deadline_s = now_s + self.limits.lease_s
 
     def _end_reads(self, hand_off: HandOff) -> None:
         """Cut off a peer that has not sent everything in time: otherwise what is missing may still land at any time."""
