@@ -314,3 +314,30 @@ def test_a_worker_that_holds_nothing_for_others_waits_for_pages_as_long_as_it_ta
     pair.finish(length=120)
     assert pair.decode.driver.counters.fetch_failures == 0
     pair.assert_empty()
+
+
+def test_a_ticket_that_serves_a_second_request_is_released_when_nothing_is_read_under_it_any_more() -> None:
+    """The first request was given up; its reads, which have not ended, still need the pages."""
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    first = list(pair.decode.link.reads)
+    pair.decode.scheduler.abort("a")
+    pair.decode.fetch("b", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    second = [number for number in pair.decode.link.reads if number not in first]
+    assert second
+    pair.decode.link.take_sent()
+    pair.decode.link.land(*first[:-1], *second)
+    pair.decode.driver.advance()
+    pair.prefill.answers(pair.decode)
+    pair.decode.driver.advance()
+    assert pair.decode.link.take_sent(Release) == []
+    pair.decode.link.land(first[-1])
+    pair.decode.driver.advance()
+    assert [message for _peer, message in pair.decode.link.sent if isinstance(message, Release)]
+    pair.finish("b")
+    pair.assert_empty()

@@ -345,7 +345,11 @@ class TransferDriver:
             self._tell_released(hand_off)
 
     def _tell_released(self, hand_off: HandOff) -> None:
-        self._link.send(hand_off.peer, Release(lease=hand_off.ticket.lease, reader=self.engine))
+        """Tell P that its pages are not needed, unless a ticket that came again serves another request, or reads of a
+        request that was given up have not ended: the last of them tells it."""
+        lease = hand_off.ticket.lease
+        if self._hand_offs.of_lease(lease) in (None, hand_off) and not self._hand_offs.is_read(lease):
+            self._link.send(hand_off.peer, Release(lease=lease, reader=self.engine))
 
     def _settle_given_up(self) -> None:
         """Follow requests that the scheduler gave up: aborted, failed, or lost with an interrupted step."""
