@@ -521,6 +521,10 @@ def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
         ticket_faults=r.choice((0.0, 0.0, 0.2, 0.5)),
         arena_slack=r.choice((scenario.arena_slack, scenario.arena_slack, 1.0, 4.0)),
     )
+    if r.random() < 0.3:
+        # Some requests come when their workers have long met, died and come back.
+        late = tuple(replace(request, at=r.choice((request.at, r.randint(40, 200)))) for request in scenario.requests)
+        scenario = replace(scenario, requests=late)
     faults = scenario.faults
     for name in scenario.workers:
         if r.random() < 0.1:

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from outrider.errors import InvariantViolation
 from outrider.kv.retention import Retention
-from outrider.scheduler import LoadFailure, StepPlan, Update, Verdict
+from outrider.scheduler import LoadFailure, ScheduledRequest, StepPlan, Update, Verdict
 from outrider.tools.sim.device import DeviceRequest
 from outrider.tools.sim.network import LeaseRecord, Network
 from outrider.tools.sim.oracle import FakeModel, Inputs, Reference, chance
@@ -27,6 +27,8 @@ from outrider.tools.sim.worker import CLUSTER_KEY, Worker
 MAX_STEPS = 6_000
 MAX_TICKS = 40_000
 """Nothing that is limited takes as long, however many limits follow each other."""
+IDLE_TICKS = 400
+"""More than a message can be late, a worker can stop, and a lease, the reads under it and a fence can then take."""
 
 
 class WrongOutput(Exception):
@@ -74,6 +76,8 @@ class World:
         self._ticking: set[str] = set()
         self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
+        self._done_at: int | None = None
+        """The tick at which the last request ended."""
         self._awaited: list[FaultDraw] = []
         """Faults that wait for a phase of their request's hand-off."""
         self.network = Network(scenario, scenario.limits, self.result.faults, self.at, lambda: self.now)
@@ -118,6 +122,7 @@ class World:
         self.result.faults["drafter_catching_up"] += sum(row.feed_to is not None for row in plan.scheduled)
         self.result.faults["page_copy"] += len(plan.kv.copies)
         for row, tokens in zip(plan.scheduled, verdict.tokens, strict=True):
+            self._check_start(worker, row)
             if row.drafts:
                 self.result.drafts += row.drafts
                 self.result.accepted += len(tokens) - 1
@@ -194,8 +199,20 @@ class World:
             action()
             if self._awaited:
                 self._await_phases()
+            self._check_idle()
             if self._total_steps() > MAX_STEPS or self.now > MAX_TICKS:
                 raise Stuck(f"after {self._total_steps()} steps and {self.now} ticks {self._left()}")
+
+    def _check_idle(self) -> None:
+        """I10: once all requests are done, nothing is held, on its way or in quarantine for longer than the limits."""
+        if any(not order.done for order in self.router.orders.values()):
+            self._done_at = None
+            return
+        if self._done_at is None:
+            self._done_at = self.now
+        late = self.now > self._done_at + IDLE_TICKS
+        if late and any(not worker.driver.is_idle for worker in self.workers.values()):
+            raise Stuck(f"{IDLE_TICKS} ticks after the last request had ended {self._left()}")
 
     def _left(self) -> str:
         """Returns what has not come to its end."""
@@ -240,6 +257,11 @@ class World:
                 self._ticking.discard(worker.engine)
                 self._set_alarm(worker)
             return
+        if worker.interruption == "planning" and not worker.flying:
+            worker.interruption = None
+            self._end_abandoned(worker, worker.scheduler.abandon(None))
+            self._next_iteration(worker)
+            return
         worker.plan()
         self.at(1, lambda: self._advance(worker))
 
@@ -273,6 +295,9 @@ class World:
     def _advance(self, worker: Worker) -> None:
         if self._stopped(worker, self._advance):
             return
+        if self.scenario.step_in_flight and chance(self.scenario.seed, "answers", worker.engine, self.now) < 0.5:
+            # An engine that plans ahead may look after its transfers at any time.
+            self._take_answers(worker)
         updates, abandoned = worker.advance()
         waits = not self.scenario.step_in_flight and abandoned is None
         if waits:
@@ -303,6 +328,23 @@ class World:
             self._references[key] = Reference(model, draw.prompt, leg.seed, Inputs(draw.items))
         request = DeviceRequest(tokens, leg.seed, self._references[key])
         worker.device.add(leg.name, request, (draw.adapter, draw.salt), draw.items)
+
+    def _check_start(self, worker: Worker, row: ScheduledRequest) -> None:
+        """I10: a request whose target KV came whole does not compute its prompt again, whatever became of the rest."""
+        name, ticket = row.sequence_id, worker.tickets.get(row.sequence_id)
+        request = worker.scheduler.requests.get(name)
+        if ticket is None or name in worker.started:
+            return
+        worker.started.add(name)
+        if request is None or request.preemptions or not self.network.ought_to_succeed(
+            ticket.lease, worker.engine, ticket.endpoint, target_only=True
+        ):
+            return
+        own = 1 if request.spec.n > 1 else 0
+        if row.start < request.prompt_len - own:
+            raise InvariantViolation(
+                "I10", f"{name} computes its prompt from {row.start} although all of the target's KV came"
+            )
 
     def deliver(self, worker: Worker, updates: list[Update]) -> None:
         """Check every token against the oracle, and pass finished requests on."""
@@ -353,7 +395,9 @@ class World:
         for says, kind in REFUSALS.items():
             self.result.faults[kind] += says in reason
         self.result.faults["recomputed"] += LoadFailure(self.scenario.load_failure) is LoadFailure.RECOMPUTE
-        if not any(says in reason for says in REFUSALS):
+        if any(says in reason for says in REFUSALS):
+            worker.started.add(sequence)
+        else:
             self._check_settled(worker, sequence, reason)
 
     def _check_settled(self, worker: Worker, sequence: str, reason: str) -> None:
@@ -430,8 +474,8 @@ class World:
 
     def _interrupt(self, name: str) -> None:
         """Interrupt the worker's next step: while it is planned, or before or after it has written its slots."""
-        ran = chance(self.scenario.seed, "interrupt", name, self.now) < 0.5
-        self.workers[name].interruption = "after" if ran else "before"
+        when = chance(self.scenario.seed, "interrupt", name, self.now)
+        self.workers[name].interruption = ("planning", "before", "after")[int(3 * when)]
 
     def _end_abandoned(self, worker: Worker, ended: list[str]) -> None:
         """Fail the requests that an abandoned step ended; the others go on."""
@@ -450,14 +494,15 @@ class World:
         old = self.workers[name]
         self.result.faults["worker_death"] += 1
         self._count_phases("death", old)
-        self._disturb(old)
         old.alive = False
         old.link.close()
         self._drained_steps += old.steps
         self._collect(old)
         moves = chance(self.scenario.seed, "moves", old.engine) < 0.4
         endpoint = f"{old.link.endpoint}'" if moves else old.link.endpoint
-        self._make(name, endpoint, after=int(20 * chance(self.scenario.seed, "restart", old.engine)))
+        after = int(20 * chance(self.scenario.seed, "restart", old.engine))
+        self._disturb(old, after)
+        self._make(name, endpoint, after=after)
         self.router.worker_died(old)
 
 
