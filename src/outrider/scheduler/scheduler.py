@@ -428,6 +428,8 @@ class Scheduler:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
             known, finish, spec = request.tokens, None, request.spec
+            if spec.hand_over and row.epoch != request.epoch:
+                continue  # preempted meanwhile: its KV, which is all that is wanted of it, is computed again
             if spec.stop_tokens or spec.hand_over or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
             known.extend(tokens)
