@@ -122,6 +122,12 @@ PHASES = ("queued", "held", "fetching", "waiting", "reading", "confirming", "dec
 """Where a hand-off stands: queued or computed at the prefill worker, held there and not claimed, asked for, waiting
 for pages at the decode worker, being read, being confirmed, done."""
 SIDES = ("prefill", "decode")
+PHASE_FAULTS = (
+    *(("abort", phase, "") for phase in PHASES),
+    *((kind, phase, "prefill") for kind in ("death", "interrupt", "reset", "stop") for phase in PHASES),
+    *((kind, phase, "decode") for kind in ("death", "interrupt", "reset", "stop") for phase in PHASES[2:]),
+)
+"""Kinds of faults with the phases and sides that they can befall: before it is asked, a hand-off has no decode worker."""
 PEER_ROLES = ("prefill", "decode", "both")
 PEER_DRAFTERS = ("same", "other", "none")
 
@@ -529,21 +535,36 @@ def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
     for name in scenario.workers:
         if r.random() < 0.1:
             faults += (FaultDraw(at=r.randint(1, 80), kind="stop", target=name),)
-    for _ in range(r.choice((0, 0, 1, 1, 2, 3))):
-        kind = r.choice(("abort", "abort", "death", "stop", "interrupt", "reset"))
-        faults += (
-            FaultDraw(
-                at=r.choice((0, 0, 0, 1, 2, 4)),
-                kind=kind,
-                target=r.choice(scenario.requests).id,
-                phase=r.choice(PHASES),
-                side="" if kind == "abort" else r.choice(SIDES),
-            ),
-        )
+    for kind, phase, side in r.choices(PHASE_FAULTS, k=r.choice((0, 0, 1, 3, 5))):
+        target = r.choice(scenario.requests).id
+        faults += (FaultDraw(at=r.choice((0, 0, 0, 1, 2, 4)), kind=kind, target=target, phase=phase, side=side),)
     scenario = replace(scenario, faults=faults)
     if r.random() < 0.1:
         scenario = replace(scenario, host_probability=r.choice((0.5, 1.0)))
-    return scenario
+    return waiting_for_pages(scenario, r) if r.random() < 0.25 else scenario
+
+
+def waiting_for_pages(scenario: Scenario, random: Random) -> Scenario:
+    """One decode worker that runs few requests at a time, with long texts: others wait for it with their leases."""
+    requests = tuple(
+        replace(request, max_tokens=random.randint(12, 30), at=random.randint(0, 20), stops=False)
+        for request in scenario.requests
+    )
+    faults = tuple(fault for fault in scenario.faults if fault.phase)
+    for kind, phase, side in random.choices(PHASE_FAULTS, k=3):
+        if phase in ("waiting", "confirming", "reading"):
+            target = random.choice(requests).id
+            faults += (FaultDraw(at=random.choice((0, 1, 4)), kind=kind, target=target, phase=phase, side=side),)
+    return replace(
+        scenario,
+        peers=tuple(peer for peer in scenario.peers if peer.role == "prefill"),
+        first_prefills=False,
+        requests=requests,
+        faults=faults,
+        max_num_seqs=random.choice((1, 2)),
+        arena_slack=4.0,
+        held_share=1.0,
+    )
 
 
 def _more_peers(scenario: Scenario, r: Random) -> tuple[PeerDraw, ...]:

@@ -335,6 +335,8 @@ class World:
         request = worker.scheduler.requests.get(name)
         if ticket is None or name in worker.started:
             return
+        if all(group.window == 1 for group in self.scenario.target):
+            return  # nothing needs to be sent, and the prompt is computed again
         worker.started.add(name)
         if request is None or request.preemptions or not self.network.ought_to_succeed(
             ticket.lease, worker.engine, ticket.endpoint, target_only=True
