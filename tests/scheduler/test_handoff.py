@@ -227,7 +227,6 @@ def test_a_request_is_fetched_while_others_run_and_holds_nothing(step_in_flight:
     scheduler.fetched("a", offer(40), next_token(list(ids(40))))
     # Only the first answer counts.
     scheduler.fetched("a", offer(40), 7)
-    scheduler.not_fetched("a")
     scheduler.fetched("unknown", offer(40), 7)
     scheduler.not_fetched("unknown")
     assert scheduler.requests["a"].state is State.WAITING
@@ -252,6 +251,59 @@ def test_a_prompt_that_no_peer_holds_is_computed_here_or_fails(policy: LoadFailu
     engine.run()
     if policy is LoadFailure.RECOMPUTE:
         assert engine.text["a"] == reference_text(ids(40), 12)
+    assert_at_rest(engine.kv)
+
+
+@pytest.mark.parametrize("policy", list(LoadFailure))
+def test_a_request_that_cannot_wait_for_its_peer_any_longer_is_computed_here_or_fails(policy: LoadFailure) -> None:
+    """Its first token has been told already; the drafts after it are made anew."""
+    engine = make_engine(role=Role.DECODE, load_failure=policy)
+    expected = handed_over(engine, drafts=2)
+    engine.scheduler.not_fetched("a")
+    if policy is LoadFailure.FAIL:
+        engine.step()
+        assert engine.finished == {"a": "failed"}
+        assert engine.text["a"] == expected[:1]
+    else:
+        engine.run()
+        assert engine.text["a"] == expected
+        (row,) = engine.plans[0].scheduled
+        assert (row.start, row.drafts) == (0, 0)
+    assert engine.scheduler.take_loads() == []
+    assert engine.take_quarantined() == []
+    assert_at_rest(engine.kv)
+
+
+@pytest.mark.parametrize("call", ["not_fetched", "fetched"])
+def test_an_answer_that_comes_after_the_loads_have_begun_changes_nothing(call: str) -> None:
+    engine = make_engine(role=Role.DECODE)
+    expected = handed_over(engine)
+    loads = loads_of(engine)
+    if call == "fetched":
+        engine.scheduler.fetched("a", offer(40), 7)
+    else:
+        engine.scheduler.not_fetched("a")
+    for load in loads:
+        engine.scheduler.load_arrived("a", load)
+    engine.run()
+    assert engine.text["a"] == expected
+    assert engine.plans[1].scheduled[0].start == 40
+
+
+def test_what_the_index_held_is_used_when_a_transfer_that_replaced_it_fails() -> None:
+    """The window before the transfer's end reaches past the hit, so the request gave the hit's window up."""
+    engine = make_engine(role=Role.DECODE)
+    engine.add("warm", ids(24) + ids(9, seed=1), max_tokens=1)
+    engine.run()
+    expected = handed_over(engine)
+    loads = loads_of(engine)
+    assert {load.group: load.interval.start for load in loads}[0] == 24
+    for load in loads:
+        engine.scheduler.load_failed("a", load)
+    engine.run()
+    assert engine.text["a"] == expected
+    first = next(row for plan in engine.plans for row in plan.scheduled if row.sequence_id == "a")
+    assert first.start == 24
     assert_at_rest(engine.kv)
 
 

@@ -52,12 +52,14 @@ class IncomingKV:
             self._roster.finish(request)
 
     def not_fetched(self, sequence_id: str) -> None:
-        request = self._roster.fetching.pop(sequence_id, None)
-        if request is None:
+        request = self._roster.requests.get(sequence_id)
+        if request is None or request.state not in (State.FETCHING, State.WAITING):
             return
+        self._roster.fetching.pop(sequence_id, None)
+        request.remote, request.carried_drafts = None, 0
         if self._config.load_failure is LoadFailure.FAIL:
             self._fail(request)
-        else:
+        elif request.state is State.FETCHING:
             self._roster.wait(request)
 
     # ---- loads -------------------------------------------------------------------------------------

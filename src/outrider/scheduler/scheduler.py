@@ -177,7 +177,8 @@ class Scheduler:
             self.incoming.fetched(sequence_id, remote, first_token, drafts=drafts)
 
     def not_fetched(self, sequence_id: str) -> None:
-        """Note that no prefill worker holds this request's prompt: it is computed here, or fails."""
+        """Note that no prefill worker holds this request's prompt, or that it cannot wait for it any longer: it is
+        computed here, or fails."""
         with self._move():
             self.incoming.not_fetched(sequence_id)
 
@@ -317,6 +318,8 @@ class Scheduler:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
             known, finish, spec = request.tokens, None, request.spec
+            if spec.hand_over and row.epoch != request.epoch:
+                continue  # preempted meanwhile: its KV, which is all that is wanted of it, is computed again
             if spec.stop_tokens or spec.hand_over or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = request.cut_at_end(tokens)
             known.extend(tokens)
@@ -361,7 +364,8 @@ class Scheduler:
             if request.id in with_rows or request.state is State.LOADING:
                 ended.append(request.id)
                 self.roster.give_up(request, keep_end=False)
-            elif request.state is not State.WAITING:
+            elif request.state not in (State.WAITING, State.HELD):
+                # What is held was written by earlier steps; this one gave it no rows, only pages that it did not need.
                 self.roster.preempt(request, keep_end=False)
         return ended
 
@@ -399,6 +403,8 @@ class Scheduler:
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
+            # A step that was planned ahead has rows for what would have come after the first token.
+            request.flight.clear()
             self.roster.hold(request)
         else:
             self.roster.finish(request)

@@ -173,7 +173,7 @@ class TransferDriver:
             return
         hand_off.offer = offer
         self.counters.draft_groups_missing += peer.lacks_groups
-        self._enter(hand_off, Phase.QUEUED)
+        self._enter(hand_off, Phase.QUEUED, self.limits.lease_s)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
             self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
@@ -242,6 +242,7 @@ class TransferDriver:
                 hand_off.reason = str(error)
                 continue
             hand_off.pulls[load] = runs
+            hand_off.remote_groups[load.group] = remote_group
             self._hand_offs.read_started(number, hand_off, load)
         self._maybe_confirm(hand_off)
 
@@ -273,11 +274,10 @@ class TransferDriver:
 
     def _send_confirm(self, hand_off: HandOff) -> None:
         digests_of: list[tuple[int, int, int]] = []
-        peer = self._peers.get(hand_off.peer)
-        if self.checks is not None and self.checks.compares_bytes and peer is not None:
+        if self.checks is not None and self.checks.compares_bytes:
+            # The peer may have been cut off meanwhile, and not be known any more.
             digests_of = [
-                (peer.signatures.index(self._signatures[load.group]), load.interval.start, load.interval.end)
-                for load in hand_off.landed
+                (hand_off.remote_groups[load.group], load.interval.start, load.interval.end) for load in hand_off.landed
             ]
         message = Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of)
         self._link.send(hand_off.peer, message)
@@ -345,7 +345,11 @@ class TransferDriver:
             self._tell_released(hand_off)
 
     def _tell_released(self, hand_off: HandOff) -> None:
-        self._link.send(hand_off.peer, Release(lease=hand_off.ticket.lease, reader=self.engine))
+        """Tell P that its pages are not needed, unless a ticket that came again serves another request, or reads of a
+        request that was given up have not ended: the last of them tells it."""
+        lease = hand_off.ticket.lease
+        if self._hand_offs.of_lease(lease) in (None, hand_off) and not self._hand_offs.is_read(lease):
+            self._link.send(hand_off.peer, Release(lease=lease, reader=self.engine))
 
     def _settle_given_up(self) -> None:
         """Follow requests that the scheduler gave up: aborted, failed, or lost with an interrupted step."""
@@ -399,8 +403,8 @@ class TransferDriver:
             return
         hand_off = self._hand_offs.of_lease(message.lease)
         if hand_off is None or hand_off.peer != endpoint:
-            if isinstance(message, Offered):
-                # No request waits for it any more.
+            if isinstance(message, Offered) and not self._hand_offs.is_read(message.lease):
+                # No request waits for it any more, and it is not the repetition of an offer whose pages are being read.
                 self._link.send(endpoint, Release(lease=message.lease, reader=self.engine))
             return
         match message:
@@ -435,6 +439,8 @@ class TransferDriver:
             if any(load.group in self._layout.target_groups for load in hand_off.open.values()):
                 self._lose(hand_off)
             self._end_reads(hand_off)
+        elif hand_off.phase is Phase.QUEUED:
+            self._waited(hand_off, now_s)
         elif hand_off.asked_again:
             hand_off.reason = "the prefill worker does not answer"
             if hand_off.phase is Phase.CONFIRMING:
@@ -448,6 +454,15 @@ class TransferDriver:
                 self._send_confirm(hand_off)
             elif peer is not None and peer.engine is not None and not peer.fencing:
                 self._ask(hand_off, peer)
+
+    def _waited(self, hand_off: HandOff, now_s: float) -> None:
+        """Let a request go on waiting for pages, unless this worker holds pages for others: two workers that hold for
+        each other what each of them waits for would wait for ever."""
+        if self.lender.leases:
+            self._tell_released(hand_off)
+            self._not_fetched(hand_off, "no pages became free in time, while this worker holds some for others")
+        else:
+            hand_off.deadline_s = now_s + self.limits.lease_s
 
     def _end_reads(self, hand_off: HandOff) -> None:
         """Cut off a peer that has not sent everything in time: otherwise what is missing may still land at any time."""
