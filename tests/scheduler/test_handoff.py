@@ -174,6 +174,23 @@ def test_text_after_a_hand_over_equals_text_of_one_worker(method: str, drafts: i
     assert_at_rest(decode.kv)
 
 
+def test_drafts_that_came_along_are_verified_once() -> None:
+    """A request that is preempted later, and finds all of its KV in the cache, has no drafts any more."""
+    engine = Engine(make_manager(full(page=8)), accepts=lambda _rng, _drafts: 0, proposes=lambda _rng, _planned: 0)
+    engine.add_handed_over("a", ids(16), {0: Interval(0, 16)}, drafts=2, max_tokens=20, k=2)
+    for load in loads_of(engine):
+        engine.scheduler.load_arrived("a", load)
+    request = engine.scheduler.requests["a"]
+    while request.kv.committed < 24:
+        engine.step()
+    engine.scheduler.roster.preempt(request)
+    engine.run()
+    first, *_rest, again = [row for plan in engine.plans for row in plan.scheduled if row.start in (16, 24)]
+    assert (first.start, first.drafts) == (16, 2)
+    assert (again.start, again.drafts) == (24, 0)
+    assert engine.text["a"] == reference_text(ids(16), 20)
+
+
 def test_without_the_first_token_a_request_samples_it_from_the_prompts_last_row() -> None:
     engine = make_engine(role=Role.DECODE, max_num_seqs=2)
     engine.add("a", ids(40), max_tokens=9, k=2, n=3, awaits_peer=True)
