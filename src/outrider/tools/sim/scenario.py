@@ -577,6 +577,7 @@ def waiting_for_pages(scenario: Scenario, random: Random) -> Scenario:
         requests=requests,
         faults=faults,
         max_num_seqs=random.choice((1, 2)),
+        max_num_batched_tokens=max(3, scenario.max_num_batched_tokens),
         arena_slack=random.choice((0.25, 1.0, 4.0)),
         held_share=1.0,
     )
