@@ -378,7 +378,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         story="pages are used although the sender's lease ran out while they were read",
         where="outrider.transfer.driver:TransferDriver._confirmed",
         change=patches.lease_always_held,
-        needs=_needs("split"),
+        needs=_needs("split", "readers_stop"),
         lineage="R3",
     ),
     Mutation(
@@ -483,7 +483,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         story="the pages of a lease are given back while the book still says that they are held",
         where="outrider.transfer.leases:LeaseBook.expire",
         change=patches.expire_after_release,
-        needs=_needs("split"),
+        needs=_needs("split", "readers_stop"),
         lineage="R3",
     ),
     Mutation(

@@ -43,6 +43,10 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "transfer_faults": scenario.transfer_faults > 0,
         "in_flight": scenario.step_in_flight,
         "ticket_faults": scenario.ticket_faults > 0,
+        "readers_stop": any(
+            fault.kind == "stop" and fault.side == "decode" and fault.phase in ("fetching", "waiting")
+            for fault in scenario.faults
+        ),
         "compares_bytes": scenario.compare_bytes,
         "death": any(fault.kind == "death" for fault in scenario.faults),
         "interrupt": any(fault.kind == "interrupt" for fault in scenario.faults),

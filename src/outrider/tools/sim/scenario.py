@@ -132,6 +132,12 @@ PEER_ROLES = ("prefill", "decode", "both")
 PEER_DRAFTERS = ("same", "other", "none")
 
 
+def phase_fault(kind: str, phase: str, side: str) -> str:
+    """Returns the name under which a fault of a hand-off is counted."""
+    return f"{phase}: {kind} of {side} worker" if side else f"{phase}: {kind}"
+
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     seed: int
@@ -535,13 +541,19 @@ def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
     for name in scenario.workers:
         if r.random() < 0.1:
             faults += (FaultDraw(at=r.randint(1, 80), kind="stop", target=name),)
-    for kind, phase, side in r.choices(PHASE_FAULTS, k=r.choice((0, 0, 1, 3, 5))):
+    for kind, phase, side in _phase_faults(r, r.choice((0, 0, 1, 4, 7))):
         target = r.choice(scenario.requests).id
         faults += (FaultDraw(at=r.choice((0, 0, 0, 1, 2, 4)), kind=kind, target=target, phase=phase, side=side),)
     scenario = replace(scenario, faults=faults)
     if r.random() < 0.1:
         scenario = replace(scenario, host_probability=r.choice((0.5, 1.0)))
     return waiting_for_pages(scenario, r) if r.random() < 0.25 else scenario
+
+
+def _phase_faults(random: Random, count: int) -> list[tuple[str, str, str]]:
+    """Draw faults of hand-offs; the phases that pass most quickly come most often."""
+    weights = {"queued": 1, "held": 2, "fetching": 2, "waiting": 3, "reading": 3, "confirming": 5, "decoding": 2}
+    return random.choices(PHASE_FAULTS, [weights[phase] for _kind, phase, _side in PHASE_FAULTS], k=count)
 
 
 def waiting_for_pages(scenario: Scenario, random: Random) -> Scenario:
@@ -551,10 +563,13 @@ def waiting_for_pages(scenario: Scenario, random: Random) -> Scenario:
         for request in scenario.requests
     )
     faults = tuple(fault for fault in scenario.faults if fault.phase)
-    for kind, phase, side in random.choices(PHASE_FAULTS, k=3):
-        if phase in ("waiting", "confirming", "reading"):
-            target = random.choice(requests).id
-            faults += (FaultDraw(at=random.choice((0, 1, 4)), kind=kind, target=target, phase=phase, side=side),)
+    for kind, phase, side in _phase_faults(random, 3):
+        target = random.choice(requests).id
+        faults += (FaultDraw(at=random.choice((0, 1, 4)), kind=kind, target=target, phase=phase, side=side),)
+    if random.random() < 0.3:
+        # Some leases run out while their reader is stopped, and the pages are soon used again.
+        for request in requests:
+            faults += (FaultDraw(at=0, kind="stop", target=request.id, phase="waiting", side="decode"),)
     return replace(
         scenario,
         peers=tuple(peer for peer in scenario.peers if peer.role == "prefill"),
@@ -562,7 +577,8 @@ def waiting_for_pages(scenario: Scenario, random: Random) -> Scenario:
         requests=requests,
         faults=faults,
         max_num_seqs=random.choice((1, 2)),
-        arena_slack=4.0,
+        max_num_batched_tokens=max(3, scenario.max_num_batched_tokens),
+        arena_slack=random.choice((0.25, 1.0, 4.0)),
         held_share=1.0,
     )
 

@@ -268,6 +268,7 @@ class Worker:
             return updates, None
         self.interruption = None
         del self.flying[0]
+        self.world.interrupted(self)
         ended = self.scheduler.abandon(flight.plan)
         self.sanitizer.check_conservation()
         return updates, ended

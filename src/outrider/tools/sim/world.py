@@ -20,7 +20,7 @@ from outrider.tools.sim.device import DeviceRequest
 from outrider.tools.sim.network import LeaseRecord, Network
 from outrider.tools.sim.oracle import FakeModel, Inputs, Reference, chance
 from outrider.tools.sim.router import Leg, Router
-from outrider.tools.sim.scenario import STOP_TOKENS, FaultDraw, Scenario
+from outrider.tools.sim.scenario import STOP_TOKENS, FaultDraw, Scenario, phase_fault
 from outrider.tools.sim.tier import REMOTE, FakeTier, offload
 from outrider.tools.sim.worker import CLUSTER_KEY, Worker
 
@@ -259,6 +259,7 @@ class World:
             return
         if worker.interruption == "planning" and not worker.flying:
             worker.interruption = None
+            self.interrupted(worker)
             self._end_abandoned(worker, worker.scheduler.abandon(None))
             self._next_iteration(worker)
             return
@@ -440,7 +441,7 @@ class World:
             phase, prefill, decode = self.router.phase(order)
             if phase and worker in (prefill, decode):
                 side = "prefill" if worker is prefill else "decode"
-                self.result.faults[f"{phase}: {kind} of {side}"] += 1
+                self.result.faults[phase_fault(kind, phase, side)] += 1
 
     def abort(self, name: str) -> None:
         order = self.router.orders[name]
@@ -449,19 +450,19 @@ class World:
             return
         self.result.faults["abort"] += 1
         if phase:
-            self.result.faults[f"{phase}: abort"] += 1
+            self.result.faults[phase_fault("abort", phase, "")] += 1
         self.router.abort(order)
 
     def _reset_cache(self, name: str) -> None:
         """Empty a worker's prefix cache while its requests go on."""
         self.result.faults["cache_reset"] += 1
-        self._count_phases("cache reset", self.workers[name])
+        self._count_phases("reset", self.workers[name])
         self.workers[name].kv.reset_cache()
 
     def _stop(self, name: str) -> None:
         """Stop a worker for a while. Its memory stays where it is."""
         worker = self.workers[name]
-        ticks = 3 + int(100 * chance(self.scenario.seed, "stop", name, self.now) ** 2)
+        ticks = 3 + int(120 * chance(self.scenario.seed, "stop", name, self.now))
         self.result.faults["worker_stopped"] += 1
         self._count_phases("stop", worker)
         worker.stopped_until = max(worker.stopped_until, self.now + ticks)
@@ -479,11 +480,14 @@ class World:
         when = chance(self.scenario.seed, "interrupt", name, self.now)
         self.workers[name].interruption = ("planning", "before", "after")[int(3 * when)]
 
+    def interrupted(self, worker: Worker) -> None:
+        """Note that a worker's step is about to be given up."""
+        self.result.faults["step_abandoned"] += 1
+        self._count_phases("interrupt", worker)
+        self._disturb(worker)
+
     def _end_abandoned(self, worker: Worker, ended: list[str]) -> None:
         """Fail the requests that an abandoned step ended; the others go on."""
-        self.result.faults["step_abandoned"] += 1
-        self._count_phases("interruption", worker)
-        self._disturb(worker)
         for name in ended:
             leg = self.router.legs.get(name)
             if leg is not None and name in leg.order.open:
