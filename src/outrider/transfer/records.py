@@ -84,6 +84,8 @@ class FirstToken(NamedTuple):
     logprobs: ScoredToken | None = None
     drafts: tuple[int, ...] = ()
     drafts_worth_asking: int | None = None
+    settings: bytes = b""
+    """Digest of the sampling settings that the token was drawn with."""
 
 
 class Fetched(NamedTuple):
@@ -93,3 +95,5 @@ class Fetched(NamedTuple):
     offer: Offer | None
     """None if there is none: the request is computed here, or fails, as the scheduler is configured."""
     reason: str = ""
+    peer: str = ""
+    """Endpoint of the prefill worker, for logs: clients must not learn it."""
