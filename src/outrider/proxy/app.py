@@ -59,7 +59,7 @@ KEPT_BACK = frozenset(
 """Headers of a worker that concern its connection to the proxy."""
 PLAIN_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 KNOWN_HANDLERS = re.compile(
-    r"/v1/(completions|chat/completions|responses|models)|/(de)?tokenize|/version|/kv(/stream)?"
+    r"/v1/(completions|chat/completions|responses|models)|/(de)?tokenize|/version|/kv(/stream)?|/kv_transfer"
 )
 
 

@@ -13,8 +13,13 @@ import msgspec
 
 from outrider.server.front.problems import Problem
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-GENERATING = (CHAT, COMPLETIONS, "/v1/responses")
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+LENGTH_FIELDS = {
+    CHAT: ("max_tokens", "max_completion_tokens"),
+    COMPLETIONS: ("max_tokens",),
+    RESPONSES: ("max_output_tokens",),
+}
+"""Routes that generate text, and their fields for the longest answer."""
 TRANSFER_FIELD = "kv_transfer_params"
 ASK_FOR_HAND_OVER = {
     "do_remote_decode": True,
@@ -24,8 +29,10 @@ ASK_FOR_HAND_OVER = {
     "remote_host": None,
     "remote_port": None,
 }
-WHOLE_ANSWER_ONLY = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best_of", "echo")
-"""Fields that say nothing about the first token; with some of them a request for one token would be refused."""
+NOT_OF_THE_FIRST_TOKEN = ("stream_options", "n", "best_of", "echo")
+"""Fields that do not affect the first token of an answer, and that do not go with a request for that token alone."""
+
+NULL = msgspec.Raw(b"null")
 
 Fields = dict[str, msgspec.Raw]
 
@@ -33,8 +40,6 @@ Fields = dict[str, msgspec.Raw]
 class Skip(Enum):
     """Reasons to go to a decode worker directly, since a hand-off could not help."""
 
-    RESPONSES = "responses"
-    """The route has no place for what a prefill worker returns."""
     SEVERAL_PROMPTS = "several_prompts"
     """A hand-off is that of one prompt."""
     PROMPT_LOGPROBS = "prompt_logprobs"
@@ -44,7 +49,15 @@ class Skip(Enum):
 
 
 class _Handed(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = NULL
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
 
 
 def fields_of(body: bytes) -> Fields | None:
@@ -63,8 +76,6 @@ def fields_of(body: bytes) -> Fields | None:
 
 
 def reason_to_skip(path: str, fields: Fields, *, characters_min: int) -> Skip | None:
-    if path not in (CHAT, COMPLETIONS):
-        return Skip.RESPONSES
     if path == COMPLETIONS:
         prompt = _value(fields, "prompt")
         if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) and len(prompt) != 1:
@@ -78,10 +89,12 @@ def reason_to_skip(path: str, fields: Fields, *, characters_min: int) -> Skip | 
 
 def for_prefill(path: str, fields: Fields) -> bytes:
     """Returns the request for the prompt alone: one token, not streamed, whose KV is handed over."""
-    kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in WHOLE_ANSWER_ONLY}
-    kept |= {"stream": False, "max_tokens": 1, TRANSFER_FIELD: ASK_FOR_HAND_OVER}
-    if path == CHAT:
-        kept["max_completion_tokens"] = 1
+    kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in NOT_OF_THE_FIRST_TOKEN}
+    kept |= {"stream": False, TRANSFER_FIELD: ASK_FOR_HAND_OVER, **dict.fromkeys(LENGTH_FIELDS[path], 1)}
+    if "min_tokens" in fields:
+        # Whether the first token may end the text depends on it, and nothing else does.
+        least = _value(fields, "min_tokens")
+        kept["min_tokens"] = min(1, least) if isinstance(least, int) else fields["min_tokens"]
     return msgspec.json.encode(kept)
 
 
@@ -96,7 +109,15 @@ def handed_over(answer: bytes) -> msgspec.Raw | None:
         handed = msgspec.json.decode(answer, type=_Handed).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return None if handed is None or bytes(handed) == b"null" else handed.copy()
+    return None if bytes(handed) == b"null" else handed.copy()
+
+
+def error_code(answer: bytes) -> str | None:
+    """Returns the code in an answer that is OpenAI's error object."""
+    try:
+        return msgspec.json.decode(answer, type=_Refusal).error.code
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _value(fields: Fields, name: str) -> Any:
@@ -109,8 +130,9 @@ def _value(fields: Fields, name: str) -> Any:
 
 def _characters(path: str, fields: Fields) -> int:
     """Returns about how long the prompt is; a token of a list counts as four characters."""
-    if path == CHAT:
-        return sum(len(bytes(fields[name])) for name in ("messages", "tools") if name in fields)
+    if path != COMPLETIONS:
+        names = ("messages", "tools", "instructions", "input")
+        return sum(len(bytes(fields[name])) for name in names if name in fields)
     prompt = _value(fields, "prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

@@ -33,6 +33,8 @@ RESENT_STATUSES = (429, 500, 502, 503)
 DECODE_ATTEMPTS_MAX = 3
 """The number of decode workers that one request is sent to at most, so that a request that ends workers cannot end all
 of them."""
+KV_MISSING = "kv_transfer_missing"
+"""The code of a decode worker that computes no prompts, and got one without KV."""
 REASON_CHARACTERS_MAX = 300
 
 
@@ -65,7 +67,7 @@ class Forwarding:
 
     async def open(self, path: str, call: Call) -> Opened:
         """Returns a worker's answer to a client's request, or raises a Problem."""
-        fields = bodies.fields_of(call.body) if path in bodies.GENERATING else None
+        fields = bodies.fields_of(call.body) if path in bodies.LENGTH_FIELDS else None
         try:
             async with asyncio.timeout(self._config.request_limit_s):
                 return await self._open(path, call, fields)
@@ -113,6 +115,8 @@ class Forwarding:
                 is_unclaimed = not problem.was_sent
                 continue
             if opened.answer.status not in RESENT_STATUSES:
+                if bodies.error_code(opened.body) == KV_MISSING:
+                    raise _no_prefill_worker()
                 return opened
             self._failed(worker, _said(opened))
             refusal, is_unclaimed = opened, False
@@ -195,6 +199,13 @@ class Forwarding:
         states = Counter(worker.state.value for worker in self._workers.decode)
         found = ", ".join(f"{count} {state}" for state, count in states.items())
         return unavailable(f"no decode worker could serve the request (of {states.total()}: {found}); try again later")
+
+
+def _no_prefill_worker() -> Problem:
+    return unavailable(
+        "no prefill worker could hand the prompt over, and the decode workers compute no prompts "
+        "(kv_load_failure_policy fail); try again later"
+    )
 
 
 def worker_lost() -> Problem:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 
+import msgspec
+
+from outrider.proxy import bodies
 from outrider.proxy.client import Answer, Call, UpstreamError, exchange
 from outrider.proxy.config import ProxyConfig
 
@@ -15,11 +18,21 @@ logger = logging.getLogger("outrider.proxy")
 
 KEY_NEEDED = (401, 403)
 ROUTE_UNKNOWN = 404
+LOOK_BYTES_MAX = 1 << 20
 
 
 class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+WRONG_ROLES = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
+
+
+class _Transfer(msgspec.Struct):
+    """The field of interest of GET /kv_transfer."""
+
+    role: str
 
 
 class State(Enum):
@@ -92,11 +105,14 @@ class Worker:
         """Asks the worker whether it serves, and notes the answer."""
         try:
             async with asyncio.timeout(config.health_limit_s):
-                status = await self._status_of("/ready", config)
+                status, _body = await self._get("/ready", config)
                 self.needs_key = status in KEY_NEEDED
                 if self.needs_key or status == ROUTE_UNKNOWN:
                     # This route needs no key, and servers of other makes have it too.
-                    status = await self._status_of("/health", config)
+                    status, _body = await self._get("/health", config)
+                unfit = None
+                if status == 200 and self.state is not State.READY:
+                    unfit = self._unfit(*await self._get("/kv_transfer", config))
         except (UpstreamError, TimeoutError) as problem:
             why = str(problem) or f"no answer within {config.health_limit_s:g} s"
             self.failures += 1
@@ -107,16 +123,30 @@ class Worker:
                 self.cut_off()
             return
         self.failures = 0
-        if status == 200:
-            self.become(State.READY)
-        else:
+        if status != 200:
             self.become(State.NOT_READY, f"it answered {status} to the question whether it is ready")
+        elif unfit is not None:
+            self.become(State.NOT_READY, unfit)
+        else:
+            self.become(State.READY)
 
-    async def _status_of(self, target: str, config: ProxyConfig) -> int:
-        async with exchange(
-            self.url, Call(method="GET", target=target), connect_limit_s=config.health_limit_s, transports=set()
-        ) as answer:
-            return answer.status
+    def _unfit(self, status: int, body: bytes) -> str | None:
+        """Returns why the worker cannot play its part, by what it says about itself; None if nothing is wrong."""
+        if status == ROUTE_UNKNOWN and bodies.error_code(body) == "kv_transfer_not_configured":
+            return "it exchanges no KV with other workers; start it with --kv-transfer-config and --cluster-key"
+        try:
+            role = msgspec.json.decode(body, type=_Transfer).role if status == 200 else None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            role = None
+        if role != WRONG_ROLES[self.role]:
+            return None
+        other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
+        return f"its kv_role is {role}; give its URL with --{other.value}"
+
+    async def _get(self, target: str, config: ProxyConfig) -> tuple[int, bytes]:
+        call = Call(method="GET", target=target)
+        async with exchange(self.url, call, connect_limit_s=config.health_limit_s, transports=set()) as answer:
+            return answer.status, await answer.body(LOOK_BYTES_MAX)
 
 
 class Workers:
@@ -124,8 +154,6 @@ class Workers:
         self._config = config
         self.prefill = [Worker(Role.PREFILL, url, connect_limit_s=config.connect_limit_s) for url in config.prefill]
         self.decode = [Worker(Role.DECODE, url, connect_limit_s=config.connect_limit_s) for url in config.decode]
-        self.on_look: Callable[[], None] = lambda: None
-        """Called after each round of health checks."""
 
     @property
     def all(self) -> Sequence[Worker]:
@@ -148,5 +176,4 @@ class Workers:
     async def _watch(self, worker: Worker) -> None:
         while True:
             await worker.look(self._config)
-            self.on_look()
             await asyncio.sleep(self._config.health_interval_s)
