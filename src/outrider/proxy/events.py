@@ -30,5 +30,5 @@ def error_events(path: str, problem: Problem) -> bytes:
     """Returns the events that end a stream whose worker was lost, as clients of the route expect them."""
     body = problem.body()
     if path == "/v1/responses":
-        return event({"type": "error", **body["error"], **body}, "error")
+        return event({**body["error"], **body, "type": "error"}, "error")
     return event(body) + DONE
