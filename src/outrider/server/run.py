@@ -60,13 +60,22 @@ class _Run:
         service = Service(self.config, supervisor, metrics, tracer)
         app = make_app(service)
         server = make_http_server(app, idle_limit_s=self.config.idle_limit_s)
-        drain = Drain(supervisor.requests, server, limit_s=self.config.drain_limit_s, began=service.drain_began)
+        drain = Drain(
+            supervisor.requests,
+            server,
+            limit_s=self.config.drain_limit_s,
+            began=service.drain_began,
+            prompts_held=lambda: figures.prompts_held,
+        )
         service.begin_drain = drain.begin
         drain.install_signal_handlers()
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         logging_figures = None
         if self.config.log_interval_s:
-            logging_figures = asyncio.create_task(log_figures(figures, self.config.log_interval_s))
+            with_transfers = self.engine.kv_transfer_config is not None
+            logging_figures = asyncio.create_task(
+                log_figures(figures, self.config.log_interval_s, with_transfers=with_transfers)
+            )
         supervisor.start()
         try:
             await self._become_ready(service, serving)

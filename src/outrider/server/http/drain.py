@@ -1,10 +1,12 @@
-"""How a server ends: open requests may finish, new ones are refused."""
+"""How a server ends: open requests may finish, KV that is held for decode workers may be fetched, and new requests are
+refused."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,12 +32,22 @@ class Drain:
     """Refuses new requests, lets running ones finish within a limit, then ends the server. A second signal ends it at
     once."""
 
-    def __init__(self, requests: Jobs, server: uvicorn.Server, *, limit_s: float, began: asyncio.Event) -> None:
-        """`began` is set when the drain begins; the routes that take requests look at it."""
+    def __init__(
+        self,
+        requests: Jobs,
+        server: uvicorn.Server,
+        *,
+        limit_s: float,
+        began: asyncio.Event,
+        prompts_held: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`began` is set when the drain begins; the routes that take requests look at it. `prompts_held`: returns the
+        number of prompts whose KV is held for decode workers, which have been told that they can fetch it."""
         self._requests = requests
         self._server = server
         self._limit_s = limit_s
         self._began = began
+        self._prompts_held = prompts_held
         self._task: asyncio.Task[None] | None = None
         self._signalled = False
         self._hurry = asyncio.Event()
@@ -59,14 +71,18 @@ class Drain:
 
     async def _drain(self) -> None:
         limit_s, requests = self._limit_s, self._requests
-        if requests.num_jobs:
-            logger.info("draining: %d requests may go on for up to %g s", requests.num_jobs, limit_s)
+        if requests.num_jobs or self._prompts_held():
+            held = self._prompts_held()
+            waiting = f", and decode workers may fetch the KV of {held} prompts" if held else ""
+            logger.info("draining: %d requests may go on for up to %g s%s", requests.num_jobs, limit_s, waiting)
         else:
             logger.info("no request is open; shutting down")
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while requests.num_jobs and not self._hurry.is_set():
+                while (requests.num_jobs or self._prompts_held()) and not self._hurry.is_set():
                     await asyncio.sleep(0.05)
+        if self._prompts_held():
+            logger.warning("the KV of %d prompts was not fetched in time", self._prompts_held())
         if requests.num_jobs:
             logger.warning("%d requests did not finish in time", requests.num_jobs)
             requests.fail_all(server_ends())
