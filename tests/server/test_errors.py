@@ -115,9 +115,9 @@ def test_what_clients_send_routinely_is_accepted(tiny: RunningServer) -> None:
     routine = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "n": None, "stop": None}
     routine |= {"use_beam_search": False, "length_penalty": 1.0, "best_of": 1}
     # vllm-router adds these to every request.
-    routine |= {"no_stop_trim": False, "return_hidden_states": False, "include_reasoning": True}
-    routine |= {"separate_reasoning": True, "stream_reasoning": True}
-    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+    routine |= {"no_stop_trim": False, "return_hidden_states": False}
+    chat = CHAT | {"include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", chat)):
         assert tiny.http().post(path, json=body | routine).status_code == 200
 
 
