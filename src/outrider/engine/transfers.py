@@ -143,9 +143,10 @@ class EngineTransfers:
     def fetch(self, sequence: str, ticket: Ticket, tokens: Sequence[int], salt: str, *, takes_token: bool) -> None:
         self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
 
-    def note_plain_prompt(self) -> None:
-        """Count a prompt that came without KV to a worker that only decodes otherwise."""
-        self.recomputed_prompts += not self.config.hands_over
+    def note_plain_prompt(self, *, had_no_room: bool) -> None:
+        """Count a prompt without a ticket, if a prefill worker was to compute it: that worker had no room to hold the
+        KV, or this one leaves prompts to others."""
+        self.recomputed_prompts += had_no_room or not self.config.hands_over
 
     def decline(self, ticket: Ticket) -> None:
         """Let a prefill worker know that its KV is not needed."""
