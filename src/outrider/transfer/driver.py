@@ -520,6 +520,11 @@ class TransferDriver:
         for hand_off in [each for each in self._hand_offs.values() if 0.0 < each.deadline_s <= now_s]:
             if self._hand_offs.get(hand_off.sequence) is hand_off:
                 self._too_late(hand_off, now_s)
+        for hand_off in [each for each in self._reads.values() if 0.0 < each.deadline_s <= now_s]:
+            # Its request was given up while it was read, and its pages wait for reads that do not end.
+            hand_off.deadline_s = 0.0
+            if (peer := self._peers.get(hand_off.peer)) is not None:
+                self._cut_off(peer)
         for sequence in [name for name, limit_s in self._tier_limits_s.items() if limit_s <= now_s]:
             del self._tier_limits_s[sequence]
             self._scheduler.load_lost(sequence)
@@ -577,7 +582,8 @@ class TransferDriver:
     @property
     def next_deadline_s(self) -> float | None:
         """When `advance` has something to do at the latest, by the driver's clock."""
-        times = [each.deadline_s for each in self._hand_offs.values() if each.deadline_s > 0.0]
+        waiting = (*self._hand_offs.values(), *self._reads.values())
+        times = [each.deadline_s for each in waiting if each.deadline_s > 0.0]
         times += [peer.deadline_s for peer in self._peers.values() if peer.engine is None and not peer.fencing]
         times += self._tier_limits_s.values()
         if any(each.offer is not None for each in self._hand_offs.values()):
