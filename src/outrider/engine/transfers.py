@@ -94,6 +94,11 @@ class EngineTransfers:
 
     # ---- requests ----------------------------------------------------------------------------------
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether a prompt without a prefill worker's KV is computed here."""
+        return self.config.kv_role != "kv_consumer" or load_failure_of(self.config) is LoadFailure.RECOMPUTE
+
     def open_ticket(self, request_id: str, ticket: str) -> Ticket:
         """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
         if not self.config.fetches:
@@ -106,10 +111,10 @@ class EngineTransfers:
     def fetch(self, sequence: str, ticket: Ticket, tokens: Sequence[int], salt: str, *, takes_token: bool) -> None:
         self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
 
-    def decline(self, ticket: Ticket) -> None:
+    def decline(self, ticket: Ticket, tokens: Sequence[int], salt: str) -> None:
         """Let a prefill worker know that its KV is not needed."""
         self.recomputed_prompts += 1
-        self.driver.decline(ticket)
+        self.driver.decline(ticket, binding=prompt_binding(tokens, salt=salt))
 
     def hand_over(self, sequence: str, prompt: Sequence[int], salt: str, first: FirstToken) -> str | None:
         """Returns the ticket for a prompt that was computed; None if too much is held for others already."""

@@ -130,8 +130,11 @@ class TransferDriver:
         elif peer.engine is not None and not peer.fencing:
             self._ask(hand_off, peer)
 
-    def decline(self, ticket: Ticket) -> None:
-        """Let the prefill worker of a ticket know that its KV is not needed."""
+    def decline(self, ticket: Ticket, *, binding: bytes) -> None:
+        """Let the prefill worker of a ticket know that its KV is not needed, unless another request reads it or the
+        ticket is for another prompt: a ticket that is repeated takes nothing away from its owner."""
+        if ticket.binding != binding or ticket.lease in self._by_lease:
+            return
         self._link.send(ticket.endpoint, Release(lease=ticket.lease, reader=self.engine))
 
     def _refuse_ticket(self, ticket: Ticket, binding: bytes) -> str:
