@@ -26,14 +26,12 @@ from outrider.transfer.lending import Lender
 from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
 from outrider.transfer.offers import OfferedGroup, prompt_binding
-from outrider.transfer.records import Fetched, FirstToken, Settled, TransferLimits
+from outrider.transfer.records import RENEWALS_PER_LEASE, Fetched, FirstToken, Settled, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")
 
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
-RENEWALS_PER_LEASE = 6
-"""How often a lease is prolonged before it would run out."""
 
 
 def role_of(config: KVTransferConfig | None) -> Role:

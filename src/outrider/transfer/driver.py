@@ -47,6 +47,8 @@ from outrider.transfer.offers import (
     signatures,
 )
 from outrider.transfer.records import (
+    RENEW_S_MIN,
+    RENEWALS_PER_LEASE,
     Aside,
     Fetched,
     FirstToken,
@@ -176,11 +178,14 @@ class TransferDriver:
         try:
             theirs = tuple(GroupSignature.of(signature) for signature in message.signatures)
             shared = shared_groups(self._layout, self._identity, theirs)
+            if not message.lease_s > 0.0:
+                raise TransferError(f"the prefill worker says that its leases last {message.lease_s} s")
             self._link.meet(peer.endpoint, message.introduction)
         except TransferError as error:
             self._refused_by(peer, str(error))
             return
         peer.engine, peer.signatures = message.engine, theirs
+        peer.renew_s = max(RENEW_S_MIN, min(self.limits.renew_s, message.lease_s / RENEWALS_PER_LEASE))
         waiting = self._of_peer(peer.endpoint, Phase.ASKING)
         if len(shared) < len(self._layout.groups):
             self.counters.draft_groups_missing += len(waiting)
@@ -214,6 +219,7 @@ class TransferDriver:
             return
         hand_off.offer = offer
         self._enter(hand_off, Phase.QUEUED)
+        self._renew_at_s = min(self._renew_at_s, hand_off.since_s + peer.renew_s)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
             self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
@@ -574,7 +580,9 @@ class TransferDriver:
     def _renew(self, now_s: float) -> None:
         if now_s < self._renew_at_s:
             return
-        self._renew_at_s = now_s + self.limits.renew_s
+        endpoints = {each.peer for each in self._hand_offs.values() if each.offer is not None}
+        known = [self._peers[name].renew_s for name in endpoints if name in self._peers]
+        self._renew_at_s = now_s + min(known, default=self.limits.renew_s)
         leases: dict[str, list[bytes]] = {}
         for hand_off in self._hand_offs.values():
             if hand_off.offer is not None:

@@ -15,13 +15,19 @@ from outrider.transfer.offers import GroupSignature, Offer
 from outrider.transfer.tickets import Ticket
 
 
+RENEWALS_PER_LEASE = 6
+"""How often a lease is prolonged before it would run out."""
+RENEW_S_MIN = 0.02
+"""The shortest time between two renewals, whatever a peer says of its leases."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferLimits:
     """Times of one worker, in seconds of its clock."""
 
     lease_s: float = 30.0
     renew_s: float = 5.0
-    """How often D asks P to prolong its leases."""
+    """How often D asks P to prolong its leases, if P's leases are not too short for that."""
     answer_s: float = 5.0
     """How long D waits for an answer, before it asks once more, and then gives up."""
     read_s: float = 20.0
@@ -161,6 +167,8 @@ class Peer:
     engine: str | None = None
     """None until the peer has said Welcome."""
     signatures: tuple[GroupSignature, ...] = ()
+    renew_s: float = 0.0
+    """How often its leases are to be prolonged."""
     fencing: bool = False
 
 
