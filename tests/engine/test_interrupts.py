@@ -113,7 +113,7 @@ PLACES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "commit": lambda engine: (engine.scheduler, "commit"),
     "commit kv": lambda engine: (engine.scheduler.kv, "commit"),
     "publish": lambda engine: (engine.scheduler.kv.progress, "publish"),
-    "hand out": lambda engine: (engine, "_take"),
+    "hand out": lambda engine: (engine._delivery, "_take"),
 }
 
 
@@ -164,7 +164,7 @@ def _interrupt_at(call: Callable[[], object], place: int) -> bool:
         package = frame.f_globals.get("__name__", "").split(".")
         ours = package[0] == "outrider" and len(package) > 1 and package[1] in INTERRUPTED
         # What cleans up after an interrupt is not interrupted again.
-        return line if ours and frame.f_code.co_name not in ("guarded", "_abandon", "_drop_all") else None
+        return line if ours and frame.f_code.co_name not in ("guarded", "_abandon", "drop_all") else None
 
     def line(_frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal seen
@@ -229,7 +229,7 @@ def test_a_request_that_ended_in_a_step_that_is_interrupted_later_has_ended(monk
     engine.add_request("b", PROMPTS[1], PARAMS)
     ended, lost = engine.output("a"), engine.output("b")
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_take", raising_once(engine._take, Interrupt(), call=2))
+        patched.setattr(engine._delivery, "_take", raising_once(engine._delivery._take, Interrupt(), call=2))
         with pytest.raises(Interrupt):
             engine.step()
     assert not engine.has_work

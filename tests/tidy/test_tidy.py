@@ -39,7 +39,13 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.transfer",
         "zmq",
     ),
-    "outrider.transfer": ("msgspec", "outrider.errors", "outrider.kv", "outrider.transfer"),
+    "outrider.transfer": (
+        "msgspec",
+        "outrider.errors",
+        "outrider.kv",
+        "outrider.scheduler",
+        "outrider.transfer",
+    ),
     "outrider.models.spec": ("outrider.errors", "outrider.kv.checked"),
     "outrider.models.recipes": (
         "outrider.errors",
@@ -351,7 +357,7 @@ BROKEN = (
     (import_direction, "outrider.kv.pages", "def f():\n    from outrider import api"),
     (import_direction, "outrider.kv.pages", "import importlib\nimportlib.import_module('outrider.tools.sim')"),
     (import_direction, "outrider.scheduler.queue", "import outrider.speculative.method"),
-    (import_direction, "outrider.transfer.local", "import outrider.scheduler.plan"),
+    (import_direction, "outrider.transfer.driver", "import outrider.engine.engine"),
     (import_direction, "outrider.transfer.local", "import numpy"),
     (import_direction, "outrider.transfer.links.nixl", "import torch"),
     (import_direction, "outrider.sanitizer.checks", "from outrider.scheduler.queue import Queue"),

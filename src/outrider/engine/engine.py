@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import wraps
@@ -20,13 +20,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.engine.continuation import Continuation
+from outrider.engine.delivery import Delivery
+from outrider.engine.live import LiveRequests
 from outrider.engine.outputs import (
-    Origin,
     RequestMetrics,
     RequestOutput,
-    SpeculationCounts,
     TransferCounters,
-    TransferTimes,
 )
 from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.engine.transfers import EngineTransfers
@@ -34,16 +33,14 @@ from outrider.errors import BusyError, RequestError
 from outrider.grammar import Grammar
 from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
-from outrider.runner.runner import Runner, StepResult
-from outrider.runner.sampler import RequestSampling, TokenLogprobs
+from outrider.runner.runner import Runner
+from outrider.runner.sampler import RequestSampling
 from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.scheduler import RequestSpec, Scheduler
-from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
+from outrider.scheduler.plan import StepPlan
 from outrider.structured.grammars import Grammars
 from outrider.structured.matcher import Matcher
-from outrider.transfer.messages import ScoredToken
-from outrider.transfer.records import Fetched, FirstToken
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -91,14 +88,13 @@ class Engine:
         """None if the engine cannot keep to grammars: it then refuses requests that bring one."""
         self.transfers = transfers
         """None if the engine neither hands KV over nor takes it from others."""
-        self.speculation = SpeculationCounts()
         self.lock = Lock()
         """Held by the call that is inside the engine: see `exclusive`."""
         self._to_abort: deque[str] = deque()
         """Requests to abort as soon as no call is inside the engine."""
-        self._live: dict[str, LiveRequest] = {}
-        self._sequences: dict[str, tuple[LiveRequest, Continuation]] = {}
-        """Continuations that have not ended, by sequence id."""
+        self._live = LiveRequests(scheduler, runner, sanitizer)
+        self._delivery = Delivery(self._live, scheduler, runner, transfers)
+        self.speculation = self._delivery.speculation
         self._sequence_numbers = count()
         self._idle = False
         """Whether the last step found nothing to do."""
@@ -113,7 +109,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live.requests)
 
     @property
     def waits(self) -> bool:
@@ -138,7 +134,7 @@ class Engine:
     @exclusive
     def tend(self) -> None:
         """Give back KV that is not held for other workers any more, while there are no requests."""
-        if self.transfers is not None and not self._live:
+        if self.transfers is not None and not self._live.requests:
             self.transfers.advance()
 
     def transfer_counters(self) -> TransferCounters:
@@ -158,7 +154,7 @@ class Engine:
 
     def output(self, request_id: str) -> RequestOutput:
         """Returns the result of a request that has not ended: a live object, which grows."""
-        return self._live[request_id].output
+        return self._live.requests[request_id].output
 
     # ---- requests come and go ----------------------------------------------------------------------
 
@@ -208,7 +204,7 @@ class Engine:
                 )
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
-        if request_id in self._live:
+        if request_id in self._live.requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         tokens = checked_prompt(request_id, prompt_token_ids, vocab_size=self.model.spec.vocab_size)
         # Checks the settings against the vocabulary, so before the scheduler takes the request.
@@ -257,10 +253,9 @@ class Engine:
         )
         try:
             record = self.scheduler.add(spec)
-            self._live[request_id] = live
-            self._sequences.update({each.sequence_id: (live, each) for each in continuations})
+            self._live.enter(live)
             running = RunningRequest(record, sampling, forks=samplings[1:], prompt_logprobs=params.prompt_logprobs)
-            self._start(live, continuations[0], running)
+            self._live.start(live, continuations[0], running)
             if self.transfers is not None and opened is not None:
                 if declines:
                     self.transfers.decline(opened, tokens, salt)
@@ -269,8 +264,8 @@ class Engine:
                 self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=params.n == 1)
         except BaseException:
             # Either all parts know the request, or none does.
-            self._drop_all(live)
-            self._live.pop(request_id, None)
+            self._live.drop_all(live)
+            self._live.requests.pop(request_id, None)
             raise
 
     def _matcher(self, request_id: str, params: SamplingParams, grammar: Grammar) -> Matcher:
@@ -287,18 +282,10 @@ class Engine:
             )
         return self.grammars.matcher(grammar)
 
-    def _start(self, live: LiveRequest, continuation: Continuation, running: RunningRequest) -> None:
-        """Have the runner run a continuation, and the outputs show its tokens."""
-        record = running.record
-        continuation.output.tokens, continuation.output.prompt_len = record.tokens, record.prompt_len
-        self.runner.add(running)
-        if self.sanitizer is not None:
-            self.sanitizer.track(record.id, record.tokens, ("", live.salt))
-
     @exclusive
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and all its continuations; None if there is none of that id."""
-        live = self._live.get(request_id)
+        live = self._live.requests.get(request_id)
         self._to_abort.append(request_id)
         self._abort_pending()
         return None if live is None else live.output
@@ -319,36 +306,10 @@ class Engine:
             self._to_abort.popleft()
 
     def _abort(self, request_id: str) -> None:
-        live = self._live.get(request_id)
+        live = self._live.requests.get(request_id)
         if live is not None:
-            self._end_all(live, "abort")
-            self._close(live)
-
-    def _end_all(self, live: LiveRequest, reason: str) -> None:
-        self._drop_all(live)
-        for continuation in live.continuations:
-            continuation.end(reason)
-
-    def _drop_all(self, live: LiveRequest) -> None:
-        for continuation in live.continuations:
-            self._drop(continuation.sequence_id)
-
-    def _drop(self, sequence_id: str) -> None:
-        """Have the scheduler and the runner forget a continuation."""
-        self.scheduler.abort(sequence_id)
-        self._leave(sequence_id)
-
-    def _leave(self, sequence_id: str) -> None:
-        """Have everything but the scheduler forget a continuation, which may hold its KV for another worker."""
-        self.runner.forget(sequence_id)
-        self._sequences.pop(sequence_id, None)
-        if self.sanitizer is not None:
-            self.sanitizer.forget(sequence_id)
-
-    def _close(self, live: LiveRequest) -> None:
-        live.output.finished = True
-        live.output.metrics.finished_s = time.monotonic()
-        del self._live[live.id]
+            self._live.end_all(live, "abort")
+            self._live.close(live)
 
     @exclusive
     def reset_prefix_cache(self) -> None:
@@ -367,15 +328,15 @@ class Engine:
         self._abort_pending()
         plan = None
         try:
-            changed = self._take_answers()
+            changed = self._delivery.take_answers()
             plan, planned_s = self.scheduler.schedule(), time.monotonic()
             if self.transfers is not None:
                 self.transfers.start_loads()
                 self._idle = not (plan.scheduled or plan.kv.copies or changed)
             result = self.runner.run(plan)
             updates = self.scheduler.commit(plan, result.verdict)
-            self._note_transfers()
-            changed |= self._hand_out(plan, result, updates, planned_s)
+            self._delivery.note_transfers()
+            changed |= self._delivery.hand_out(plan, result, updates, planned_s)
             return list(changed.values())
         except BaseException as error:
             self._abandon(plan, error)
@@ -387,192 +348,13 @@ class Engine:
         # Some of its sequences may have left the scheduler already, without their callers having been told.
         if plan is not None:
             lost.update(row.sequence_id for row in plan.scheduled)
-        for live in [live for live in self._live.values() if not lost.isdisjoint(live.sequence_ids)]:
+        for live in [live for live in self._live.requests.values() if not lost.isdisjoint(live.sequence_ids)]:
             if not live.finished:
                 live.output.error = f"its step was interrupted: {type(error).__name__}: {error}"
-            self._drop_all(live)
+            self._live.drop_all(live)
             for continuation in live.continuations:
                 # The text itself may be what was interrupted.
                 with suppress(Exception):
                     continuation.end("error")
                 continuation.output.finish_reason = continuation.output.finish_reason or "error"
-            self._close(live)
-
-    def _take_answers(self) -> dict[str, RequestOutput]:
-        """Take in what has come from other workers: first tokens with their log-probabilities, and KV that was lost.
-        Returns the outputs that this changed."""
-        if self.transfers is None:
-            return {}
-        scored: dict[str, list[TokenLogprobs]] = {}
-        for answer in self.transfers.advance():
-            if answer.sequence in self._sequences:
-                self._note_answer(answer, scored)
-        self._note_transfers()
-        updates = self.scheduler.take_updates()
-        nothing = StepResult(Verdict(step=-1, tokens=(), proposed=()), scored, {}, {}, {})
-        return self._take_updates(updates, {}, nothing) if updates else {}
-
-    def _note_answer(self, answer: Fetched, scored: dict[str, list[TokenLogprobs]]) -> None:
-        live, continuation = self._sequences[answer.sequence]
-        live.transfer_failure, offer = answer.reason, answer.offer
-        if offer is None or len(live.continuations) > 1:
-            return
-        continuation.sampling.adopt_seed(offer.seed)
-        continuation.sampling.append([offer.first_token])
-        self.runner.requests[answer.sequence].adopt_drafts(offer.drafts, offer.drafts_worth_asking)
-        wanted, score = continuation.sampling.params.logprobs, offer.logprobs
-        if wanted is not None and score is not None:
-            scored[answer.sequence] = [TokenLogprobs(score.token, score.logprob, score.rank, tuple(score.top[:wanted]))]
-
-    def _note_transfers(self) -> None:
-        for settled in self.transfers.take_settled() if self.transfers is not None else ():
-            live, _continuation = self._sequences.get(settled.sequence, (None, None))
-            if live is not None:
-                live.transfer_failure = settled.reason
-                metrics = live.output.metrics
-                metrics.cached_tokens, metrics.transferred_tokens = settled.cached_tokens, settled.transferred_tokens
-                metrics.transfer = TransferTimes(
-                    queued_s=settled.queued_s,
-                    read_s=settled.read_s,
-                    confirmed_s=settled.confirmed_s,
-                    bytes=settled.bytes,
-                )
-
-    def _hand_out(
-        self, plan: StepPlan, result: StepResult, updates: Sequence[Update], planned_s: float
-    ) -> dict[str, RequestOutput]:
-        """Bring the outputs up to date; returns those that changed."""
-        verified = {
-            row.sequence_id: (row.drafts, len(tokens))
-            for row, tokens in zip(plan.scheduled, result.verdict.tokens, strict=True)
-        }
-        for row in plan.scheduled:
-            self._note_row(row, result, planned_s)
-        return self._take_updates(updates, verified, result)
-
-    def _take_updates(
-        self, updates: Sequence[Update], verified: Mapping[str, tuple[int, int]], result: StepResult
-    ) -> dict[str, RequestOutput]:
-        changed: dict[str, LiveRequest] = {}
-        for update in updates:
-            live, continuation = self._sequences.get(update.sequence_id, (None, None))
-            if live is None or continuation is None:
-                continue  # another continuation has failed, and the request with it
-            changed[live.id] = live
-            gained, failure = verified.get(update.sequence_id, (0, 0)), result.failed.get(update.sequence_id)
-            if update.finish == "failed":
-                why = live.transfer_failure or "a transfer was interrupted"
-                live.output.error_code = "kv_transfer_failed"
-                self._fail(live, f"its KV did not come from its prefill worker: {why}; send the request again")
-            elif failure is None:
-                self._take(live, continuation, update, gained, result)
-            else:
-                # The last token stands for the one that could not be chosen; drafts before it may have ended the text.
-                self._take(live, continuation, _before_failure(update, gained[1]), gained, result)
-                if not continuation.finished:
-                    self._fail(live, str(failure), is_callers=isinstance(failure, RequestError))
-        for live in changed.values():
-            if live.finished:
-                self._close(live)
-        return {live.id: live.output for live in changed.values()}
-
-    def _fail(self, live: LiveRequest, error: str, *, is_callers: bool = False) -> None:
-        live.output.error, live.output.error_is_callers = error, is_callers
-        self._end_all(live, "error")
-
-    def _note_row(self, row: ScheduledRequest, result: StepResult, planned_s: float) -> None:
-        output = self._sequences[row.sequence_id][0].output
-        metrics = output.metrics
-        if metrics.scheduled_s is None:
-            metrics.scheduled_s = planned_s
-            # Where its first rows begin. It may have ended with them, so the scheduler cannot be asked.
-            if metrics.transfer is None:
-                metrics.cached_tokens = row.start
-        for position, score in result.prompt_logprobs.get(row.sequence_id, ()):
-            assert output.prompt_logprobs is not None
-            output.prompt_logprobs[position] = score
-
-    def _take(
-        self,
-        live: LiveRequest,
-        continuation: Continuation,
-        update: Update,
-        verified: tuple[int, int],
-        result: StepResult,
-    ) -> None:
-        """Add what a continuation gained; `verified` is (drafts verified, tokens that this gave before any cut)."""
-        metrics, tokens, (drafts, given) = live.output.metrics, update.tokens, verified
-        if tokens and metrics.first_token_s is None:
-            metrics.first_token_s = time.monotonic()
-        # A first token that a prefill worker sampled took no step here.
-        is_new_fork = not continuation.output.tokens
-        metrics.steps += given > 0 or is_new_fork
-        origins = [Origin.PLAIN] * len(tokens)
-        if drafts:
-            origins = token_origins(given, drafts)[: len(tokens)]
-            metrics.speculation.count(drafts, given - 1)
-            self.speculation.count(drafts, given - 1)
-        if not continuation.output.tokens:
-            self._start_fork(live, continuation, update)
-        logprobs = self._logprobs(live, continuation, result)
-        if update.finish == "prefilled":
-            self._hand_over(live, continuation, tokens[0], logprobs)
-            return
-        stopped = continuation.take(tokens, origins, logprobs, update.finish)
-        if stopped or update.finish is not None:
-            self._drop(update.sequence_id)
-
-    def _hand_over(
-        self, live: LiveRequest, continuation: Continuation, token: int, logprobs: Sequence[TokenLogprobs] | None
-    ) -> None:
-        """End a request here whose prompt was computed for a decode worker, and promise its KV to that worker."""
-        assert self.transfers is not None
-        record = self.scheduler.requests[continuation.sequence_id]
-        finish = "stop" if token in record.spec.stop_tokens else "length"
-        if continuation.take((token,), (Origin.PLAIN,), logprobs, finish):
-            continuation.end(finish)
-        running = self.runner.requests[continuation.sequence_id]
-        first = FirstToken(
-            token,
-            continuation.sampling.request_seed,
-            None if not logprobs else ScoredToken(**logprobs[0]._asdict()),
-            tuple(running.drafts),
-            running.next_drafts_worth_asking,
-        )
-        prompt = record.tokens[: record.prompt_len]
-        live.output.ticket = self.transfers.hand_over(continuation.sequence_id, prompt, live.salt, first)
-        self._leave(continuation.sequence_id)
-
-    def _start_fork(self, live: LiveRequest, continuation: Continuation, update: Update) -> None:
-        """Let a fork, whose first token was drawn beside its request's, run on its own from now on."""
-        record = self.scheduler.requests.get(update.sequence_id)
-        if record is not None:
-            continuation.sampling.append(update.tokens)
-            self._start(live, continuation, RunningRequest(record, continuation.sampling))
-        else:
-            # Its first token was its last.
-            output, prompt_len = continuation.output, live.output.prompt_len
-            output.tokens, output.prompt_len = live.output.tokens[:prompt_len], prompt_len
-            output.tokens.extend(update.tokens)
-
-    def _logprobs(
-        self, live: LiveRequest, continuation: Continuation, result: StepResult
-    ) -> list[TokenLogprobs] | None:
-        if continuation.sequence_id in result.logprobs:
-            return result.logprobs[continuation.sequence_id]
-        index, forks = continuation.output.index, result.fork_logprobs.get(live.continuations[0].sequence_id)
-        if index and forks is not None:
-            first = forks[index - 1]
-            return None if first is None else [first]
-        return None
-
-
-def _before_failure(update: Update, given: int) -> Update:
-    """Returns what a sequence gained before the last of the `given` tokens, unless the update ends earlier already."""
-    return update if len(update.tokens) < given else Update(update.sequence_id, update.tokens[: given - 1], None)
-
-
-def token_origins(tokens: int, drafts: int) -> list[Origin]:
-    """Returns where the tokens of a verification came from: all but the last are accepted drafts."""
-    last = Origin.BONUS if tokens == drafts + 1 else Origin.CORRECTED
-    return [Origin.ACCEPTED] * (tokens - 1) + [last]
+            self._live.close(live)

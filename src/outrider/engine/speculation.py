@@ -25,6 +25,10 @@ class SpeculationCounts:
         for place in range(accepted):
             self.accepted_at[place] += 1
 
+    def clear(self) -> None:
+        self.drafts = self.draft_tokens = self.accepted_tokens = 0
+        self.accepted_at.clear()
+
     def add(self, other: SpeculationCounts) -> None:
         self.drafts += other.drafts
         self.draft_tokens += other.draft_tokens

@@ -46,7 +46,7 @@ class LeaseBook:
         self._ended: list[EndedLease] = []
 
     def grant(self, sequence: str, offer: Offer, now_s: float) -> bytes:
-        """Promise to hold what is offered; returns the lease's id, which nobody can guess."""
+        """Promise to hold what is offered; returns the lease's id, which cannot be guessed."""
         lease = self._new_id()
         with self._lock:
             self._leases[lease] = _Lease(sequence, offer, now_s + self.duration_s)
@@ -80,7 +80,7 @@ class LeaseBook:
             return found.offer if found is not None and found.reader == reader else None
 
     def release(self, lease: bytes, reader: str) -> None:
-        """End a lease that this reader has claimed, or that nobody has."""
+        """End a lease that this reader has claimed, or that is unclaimed."""
         with self._lock:
             found = self._leases.get(lease)
             ends = found is not None and found.reader in (None, reader)

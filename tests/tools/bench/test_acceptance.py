@@ -178,7 +178,7 @@ def test_chats_run_side_by_side(chats: list[Chat], monkeypatch: pytest.MonkeyPat
 
         def counting() -> Any:
             nonlocal most
-            most = max(most, len(engine._live))
+            most = max(most, len(engine._live.requests))
             return step()
 
         monkeypatch.setattr(engine, "step", counting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from outrider.engine.engine import Engine
-from outrider.engine.speculation import SpeculationCounts
 from outrider.errors import RequestError
 from outrider.sampling import SamplingParams
 
@@ -31,4 +30,4 @@ def warm_up(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     engine.reset_prefix_cache()
-    engine.speculation = SpeculationCounts()
+    engine.speculation.clear()

@@ -39,7 +39,7 @@ READING_SLEEP_S = 0.0001
 SERVING_SLEEP_S = 0.0002
 """Pause between two looks at the serving agent while peers are likely to read."""
 QUIET_SERVING_SLEEP_S = 0.002
-"""The same pause while a lease is claimed, but its reader has not been heard of for a while."""
+"""Pause between two looks while a lease is claimed, but its reader has not been heard of for a while."""
 HEARD_S = 2.0
 """Time after a message during which its sender is likely to connect or to read."""
 IDLE_SLEEP_S = 1.0
