@@ -223,7 +223,7 @@ def abort(world: World, phase: str) -> str:
     world.turn()
     if phase == "e":
         assert world.d.transfers is not None
-        assert world.d.transfers.driver._aside, "the pages of a read that goes on were given back"
+        assert world.d.transfers.driver._quarantine, "the pages of a read that goes on were given back"
     world.link.open()
     world.finish()
     return "ended"

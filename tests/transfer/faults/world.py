@@ -15,11 +15,12 @@ from tests.transfer.workers import ask, assert_nothing_left, make_model, make_wo
 
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput
+from outrider.engine.transfers import make_link
 from outrider.engine.ties import examine, first_difference
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.scheduler import State
-from outrider.transfer.records import Phase
+from outrider.transfer.hand_offs import Phase
 
 TURN_S = 0.01
 ANSWER_S, READ_S, LEASE_S = 1.0, 3.0, 6.0
@@ -65,7 +66,7 @@ class Waits:
 
     def look(self, engine: Engine) -> None:
         assert engine.transfers is not None
-        now = {(each.sequence, each.phase) for each in engine.transfers.driver._hand_offs.values()}
+        now = {(each.sequence, each.phase) for each in engine.transfers.driver._hand_offs.current()}
         self._since_s = {key: since_s for key, since_s in self._since_s.items() if key in now}
         for key in now:
             since_s = self._since_s.setdefault(key, self._clock.now_s)
@@ -152,13 +153,13 @@ class World:
     # --- workers --------------------------------------------------------------------------------------
 
     def start_decode(self, **more: Any) -> None:
+        def faulty(*given: Any, **named: Any) -> FaultyLink:
+            self.link = FaultyLink(make_link(*given, **named), self.clock)
+            return self.link
+
         transfer = {"kv_load_failure_policy": self.policy}
-        self.decode = self.site.worker("kv_consumer", transfer=transfer, **more)
-        transfers = self.decode.transfers
-        assert transfers is not None
-        self.link = FaultyLink(transfers.link, self.clock)
-        transfers.link = self.link
-        transfers.driver._link = self.link
+        with mock.patch("outrider.engine.transfers.make_link", faulty):
+            self.decode = self.site.worker("kv_consumer", transfer=transfer, **more)
 
     @property
     def d(self) -> Engine:
@@ -215,7 +216,7 @@ class World:
         if self.decode is None or self.output is None or self.output.finished:
             return ""
         assert self.d.transfers is not None
-        for hand_off in self.d.transfers.driver._hand_offs.values():
+        for hand_off in self.d.transfers.driver._hand_offs.current():
             if hand_off.sequence.startswith(f"{MAIN}~"):
                 return PHASES[hand_off.phase]
         for request in self.d.scheduler.requests.values():
@@ -235,7 +236,7 @@ class World:
             if not engine.has_work:
                 engine.tend()
                 continue
-            live = [each.output for each in engine._live.values()]
+            live = [each.output for each in engine._live.requests.values()]
             try:
                 engine.step()
             except InjectedError:
@@ -339,7 +340,7 @@ def interrupted(engine: Engine, where: str) -> Iterator[None]:
         "run": (engine.runner, "run"),
         "schedule": (engine.scheduler.planner, "plan_decodes"),
         "commit": (engine.scheduler.kv, "complete"),
-        "after": (engine, "_hand_out"),
+        "after": (engine._delivery, "hand_out"),
     }
     owner, name = places[where]
     original, done = getattr(owner, name), []
