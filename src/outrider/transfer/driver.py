@@ -60,13 +60,16 @@ class TransferDriver:
         time_of_day: Callable[[], float],
         tiers: Tiers | None = None,
         checks: TransferChecks | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`lender`: the same worker's own promises, which its link answers for."""
+        """`lender`: the same worker's own promises, which its link answers for. `vocab_size`: number of tokens that a
+        prefill worker may name; None if any may be."""
         self.engine = lender.engine
         self.limits = lender.limits
         self.counters = lender.counters
         self.lender = lender
         self.checks = checks
+        self._vocab_size = vocab_size
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._layout = scheduler.kv.layout
@@ -171,6 +174,8 @@ class TransferDriver:
             offer = from_wire(message, peer.signatures)
             if offer.engine != hand_off.ticket.engine or offer.binding != hand_off.ticket.binding:
                 raise TransferError(f"{offer} is for another prompt than its ticket")
+            if self._vocab_size is not None:
+                offer.check_tokens(self._vocab_size)
             remote = offered_intervals(self._layout, self._identity, offer)
         except TransferError as error:
             self._not_fetched(hand_off, str(error))
@@ -292,16 +297,20 @@ class TransferDriver:
             return
         if not message.held:
             hand_off.reason = "the prefill worker's lease ended before everything had been read"
-        elif message.digests:
+        elif self.checks is not None and self.checks.compares_bytes:
             self._compare(hand_off, message.digests)
         self._settle(hand_off, held=message.held)
 
     def _compare(self, hand_off: HandOff, digests: Sequence[bytes]) -> None:
         """Take back what did not arrive as it was sent."""
         assert self.checks is not None and hand_off.offer is not None
+        if len(digests) != len(hand_off.landed):
+            hand_off.reason = "the prefill worker sent no digests of what it holds"
+            hand_off.failed, hand_off.landed = hand_off.failed + hand_off.landed, []
+            return
         good = []
         for place, load in enumerate(hand_off.landed):
-            if place < len(digests) and digests[place] == self.checks.digest(hand_off.sequence, load):
+            if digests[place] == self.checks.digest(hand_off.sequence, load):
                 good.append(load)
             else:
                 hand_off.failed.append(load)

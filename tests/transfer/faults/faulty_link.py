@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from outrider.transfer.link import Event, Failed, GroupRead, Landed, Link, Quiet, Received
-from outrider.transfer.messages import Message
+from outrider.transfer.messages import Confirm, Fetch, Message
 
 Delays = Callable[[str, Message], list[float]]
 """When a message to a peer, or from one, is delivered: in seconds from now, once for each copy. Empty: it is lost."""
@@ -29,6 +30,16 @@ class Clock:
     time = monotonic
 
 
+class RealClock:
+    """Time as it passes."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
 @dataclass(slots=True)
 class HeldRead:
     peer: str
@@ -42,6 +53,8 @@ class Rules:
 
     sent: Delays = at_once
     received: Delays = at_once
+    tampers: Callable[[Message], Message] = lambda message: message
+    """What a peer that lies says instead."""
     stopped: set[str] = field(default_factory=set)
     """Peers that neither answer nor send: what goes to them waits until they go on."""
     holds: Callable[[Message], bool] = lambda _message: False
@@ -54,7 +67,7 @@ class Rules:
 class FaultyLink:
     """Wraps the link of a decode worker; see `transfer.link.Link`."""
 
-    def __init__(self, inner: Link, clock: Clock) -> None:
+    def __init__(self, inner: Link, clock: Clock | RealClock) -> None:
         self.inner = inner
         self.rules = Rules()
         self.fenced: list[str] = []
@@ -105,6 +118,12 @@ class FaultyLink:
         for read in held:
             self.late_copies += 1
             self._start(read)
+
+    def hold(self, phase: str) -> None:
+        """Keep the next request in a phase, by its letter in the failure table, until `open` lets it go on."""
+        held = {"c": (Fetch,), "f": (Confirm,)}.get(phase, ())
+        self.rules.holds = lambda message: isinstance(message, held)
+        self.rules.holds_reads = phase == "e"
 
     def release_fences(self) -> None:
         self.rules.holds_fences = False
@@ -179,7 +198,7 @@ class FaultyLink:
 
     def _receive(self, peer: str, message: Message) -> None:
         for delay_s in self.rules.received(peer, message):
-            event = Received(peer, message)
+            event = Received(peer, self.rules.tampers(message))
             if delay_s:
                 self._later(delay_s, lambda event=event: self._events.append(event))  # type: ignore[misc]
             else:

@@ -19,7 +19,7 @@ from outrider.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[3]
 START_LIMIT_S = 120.0
-ANSWER_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 20.0
 
 
 class WorkerProcess:

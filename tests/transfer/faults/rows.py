@@ -62,10 +62,9 @@ def reach(world: World, phase: str, *, bystander_tokens: int = 24, **decode: obj
         world.hand_over()
     if phase == "b":
         return
-    first = world.rng.choice((Hello, Fetch))
-    held = {"c": (first,), "f": (Confirm,)}.get(phase, ())
-    world.link.rules.holds = lambda message: isinstance(message, held)
-    world.link.rules.holds_reads = phase == "e"
+    world.link.hold(phase)
+    if phase == "c" and world.rng.random() < 0.5:
+        world.link.rules.holds = lambda message: isinstance(message, Hello)
     world.submit()
     world.until(lambda: world.phase == phase)
 

@@ -11,11 +11,15 @@ import select
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from tests.transfer.faults.faulty_link import FaultyLink, RealClock
+from tests.transfer.faults.world import phase_of
 from tests.transfer.workers import assert_nothing_left, make_model, make_worker, slots_of
 
 from outrider.engine.engine import Engine
+from outrider.engine.transfers import make_link
 from outrider.sampling import SamplingParams
 from outrider.scheduler import State
 
@@ -23,15 +27,34 @@ from outrider.scheduler import State
 def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(sys.argv[1])
-    engine = make_worker(
+    hold, links = given.pop("hold", ""), []
+
+    def faulty(*arguments: Any, **named: Any) -> FaultyLink:
+        links.append(FaultyLink(make_link(*arguments, **named), RealClock()))
+        links[0].hold(hold)
+        return links[0]
+
+    with mock.patch("outrider.engine.transfers.make_link", faulty if hold else make_link):
+        engine = start(given)
+    assert engine.transfers is not None
+    say({"endpoint": engine.transfers.link.endpoint})
+    serve(engine, hold, links)
+    engine.close()
+
+
+def start(given: dict[str, Any]) -> Engine:
+    return make_worker(
         make_model(given.pop("windows")),
         given.pop("drafter"),
         Path(given.pop("directory")),
         given.pop("role"),
         **given,
     )
+
+
+def serve(engine: Engine, hold: str, links: list[FaultyLink]) -> None:
+    """`hold`: the phase in which requests are kept until the command `open`; reaching it is reported."""
     assert engine.transfers is not None
-    say({"endpoint": engine.transfers.link.endpoint})
     pending = b""
     while True:
         limit_s = 0.0 if engine.has_work and not engine.waits else min(0.05, engine.tend_within_s or 0.05)
@@ -40,17 +63,19 @@ def main() -> None:
         if sys.stdin in ready:
             arrived = os.read(0, 1 << 20)
             if not arrived:
-                break
+                return
             *lines, pending = (pending + arrived).split(b"\n")
             for line in lines:
-                obey(engine, json.loads(line))
+                obey(engine, json.loads(line), links)
         if engine.has_work:
             for output in engine.step():
                 if output.finished:
                     report(engine, output)
+            if hold and phase_of(engine) == hold:
+                say({"phase": hold})
+                hold = ""
         else:
             engine.tend()
-    engine.close()
 
 
 
@@ -79,12 +104,14 @@ def report(engine: Engine, output: Any) -> None:
     )
 
 
-def obey(engine: Engine, command: dict[str, Any]) -> None:
+def obey(engine: Engine, command: dict[str, Any], links: list[FaultyLink]) -> None:
     assert engine.transfers is not None
     match command.pop("do"):
         case "run":
             params = SamplingParams(**command.pop("params"))
             engine.add_request(command.pop("name"), command.pop("prompt"), params, **command)
+        case "open":
+            links[0].open()
         case "reset":
             engine.reset_prefix_cache()
             say({"reset": True})

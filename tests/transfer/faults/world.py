@@ -213,17 +213,7 @@ class World:
     @property
     def phase(self) -> str:
         """Where the request stands on the decode worker; empty once it has ended or before it came."""
-        if self.decode is None or self.output is None or self.output.finished:
-            return ""
-        assert self.d.transfers is not None
-        for hand_off in self.d.transfers.driver._hand_offs.current():
-            if hand_off.sequence.startswith(f"{MAIN}~"):
-                return PHASES[hand_off.phase]
-        for request in self.d.scheduler.requests.values():
-            if request.id.startswith(f"{MAIN}~"):
-                # Beyond its first token, so that its KV is used.
-                return "g" if request.state is State.DECODING and request.generated > 1 else ""
-        return ""
+        return "" if self.decode is None else phase_of(self.decode)
 
     # --- time -----------------------------------------------------------------------------------------
 
@@ -323,6 +313,19 @@ class World:
         for engine in (self.prefill, self.healthy, self.decode):
             if engine is not None:
                 engine.close()
+
+
+def phase_of(decode: Engine, name: str = MAIN) -> str:
+    """Returns where a request stands on its decode worker; empty before it came and after it has ended."""
+    assert decode.transfers is not None
+    for hand_off in decode.transfers.driver._hand_offs.current():
+        if hand_off.sequence.startswith(f"{name}~"):
+            return PHASES[hand_off.phase]
+    for request in decode.scheduler.requests.values():
+        if request.id.startswith(f"{name}~") and request.state is State.DECODING and request.generated > 1:
+            # Beyond its first token, so that its KV is used.
+            return "g"
+    return ""
 
 
 @contextmanager
