@@ -71,6 +71,7 @@ class Desk:
         return Welcome(
             engine=self._engine,
             signatures=[signature.wire for signature in self._signatures],
+            lease_s=self.leases.duration_s,
             introduction=introduction(),
         )
 

@@ -53,6 +53,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     engine: str
     signatures: list[Signature]
     """The KV groups of this worker, in the order of its layout."""
+    lease_s: float
+    """How long this worker holds KV for a reader that does not prolong its lease."""
     introduction: bytes
     """What the link of the worker that asks must know before it can read: `Link.introduction`."""
 

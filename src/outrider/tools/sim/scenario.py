@@ -137,7 +137,6 @@ def phase_fault(kind: str, phase: str, side: str) -> str:
     return f"{phase}: {kind} of {side} worker" if side else f"{phase}: {kind}"
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     seed: int
