@@ -6,7 +6,6 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.drafter_options import NoSpeculation, with_default_speculation
@@ -133,19 +132,21 @@ def print_report(report: dict[str, Any]) -> None:
         + (f"medians of {rounds} rounds" if rounds > 1 else "one round")
     )
     for case in report["links"] or ():
-        out.print(_links_table(case))
-        for remark in case["notes"]:
-            out.print(Text(f"not measured: {remark}", style="yellow"), soft_wrap=True)
+        _print_links(case)
     if report["first_tokens"] is not None:
         _print_first_tokens(report["first_tokens"])
 
 
-def _links_table(case: dict[str, Any]) -> Table:
-    title = (
-        f"\npages of {case['source_page_tokens']} tokens into pages of {case['destination_page_tokens']}: "
-        f"{case['tokens']:,} tokens, {bytes_text(case['bytes'])} in {case['spans']:,} pieces"
+def _print_links(case: dict[str, Any]) -> None:
+    out.print(
+        Text(
+            f"\nPages of {case['source_page_tokens']} tokens into pages of {case['destination_page_tokens']}: "
+            f"{case['tokens']:,} tokens, {bytes_text(case['bytes'])} in {case['spans']:,} pieces",
+            style="bold",
+        ),
+        soft_wrap=True,
     )
-    table = plain_table(title, "", "GB/s", "best", "relative\nto copy", "relative to\nbare calls")
+    table = plain_table("", "", "GB/s", "best", "relative\nto copy", "relative to\nbare calls")
     for name, entry in case["ways"].items():
         bare = entry["ratio_to_bare"]
         table.add_row(
@@ -155,27 +156,48 @@ def _links_table(case: dict[str, Any]) -> Table:
             f"{entry['ratio_to_copy']:.2f}×",
             "" if bare is None else f"{bare:.2f}×",
         )
-    return table
+    out.print(table)
+    for remark in case["notes"]:
+        out.print(Text(f"not measured: {remark}", style="yellow"), soft_wrap=True)
+
+
+FIRST_TOKENS_ROWS = (
+    ("first token, one worker", "alone_first_token_ms"),
+    ("first token, P + D", "first_token_ms"),
+    ("second token, one worker", "alone_second_token_ms"),
+    ("second token, P + D", "second_token_ms"),
+)
+PHASE_NAMES = {
+    "prefill": "P computes the prompt",
+    "ticket": "ticket to D",
+    "fetch": "D asks for the KV",
+    "queued": "D finds pages",
+    "read": "D reads",
+    "confirmed": "P confirms",
+    "woken": "D plans its step",
+    "step": "D's first step",
+}
 
 
 def _print_first_tokens(report: dict[str, Any]) -> None:
-    headings = ["1st token,\none worker", "1st token,\nP + D", "ratio", "2nd token,\none worker", "2nd token,\nP + D"]
-    table = plain_table(
-        f"\ntime to the first tokens over {report['transport']}, ms", "prompt", *headings, "ratio", "moving\ndata"
-    )
-    phases = plain_table(
-        "\nphases of a hand-off, ms", "prompt", *report["prompts"][0]["phases_ms"], "bare\nread", "overhead"
-    )
-    for row in report["prompts"]:
-        times = ("alone_first_token_ms", "first_token_ms", "alone_second_token_ms", "second_token_ms")
-        alone_first, first, alone_second, second = (f"{row[name]:,.1f}" for name in times)
-        ratios = (f"{row['first_token_ratio']:.3f}×", f"{row['second_token_ratio']:.3f}×")
-        cells = (alone_first, first, ratios[0], alone_second, second, ratios[1], f"{row['moved_share']:.1%}")
-        table.add_row(f"{row['prompt_tokens']:,}", *cells)
-        spent = (f"{spent_ms:,.1f}" for spent_ms in row["phases_ms"].values())
-        phases.add_row(f"{row['prompt_tokens']:,}", *spent, f"{row['bare_read_ms']:.1f}", f"{row['overhead_ms']:.1f}")
+    prompts = report["prompts"]
+    lengths = [f"{row['prompt_tokens']:,}" for row in prompts]
+    title = f"\nPrefill and decode worker over {report['transport']}: milliseconds, by length of the prompt"
+    out.print(Text(title, style="bold"), soft_wrap=True)
+    table = plain_table("", "", *lengths)
+    for label, name in FIRST_TOKENS_ROWS:
+        table.add_row(label, *(f"{row[name]:,.1f}" for row in prompts))
+        if name in ("first_token_ms", "second_token_ms"):
+            ratio = name.replace("_ms", "_ratio")
+            table.add_row("  relative to one worker", *(f"{row[ratio]:.3f}×" for row in prompts))
+    table.add_row("  part spent moving data", *(f"{row['moved_share']:.1%}" for row in prompts))
+    table.add_section()
+    for phase, label in PHASE_NAMES.items():
+        table.add_row(label, *(f"{row['phases_ms'][phase]:,.1f}" for row in prompts))
+    table.add_section()
+    table.add_row("bare calls read as much in", *(f"{row['bare_read_ms']:,.1f}" for row in prompts))
+    table.add_row("hand-off beyond the bytes", *(f"{row['overhead_ms']:,.1f}" for row in prompts))
     out.print(table)
-    out.print(phases)
     out.print(
         Text(
             f"\nA hand-off costs {report['overhead_ms']:.1f} ms beyond moving the bytes "

@@ -8,8 +8,8 @@
 ① is the first token, which P samples and D passes on; ② is the first that D computes, from the KV that has moved. All
 three engines have the same settings and use all cores, one at a time. No prompt is cached anywhere.
 
-    overhead    from P's last prefill step to D's first step, less the time in which bare calls to NIXL read the same
-                number of bytes from P's pages into D's, just afterwards
+    overhead    from P's last prefill step to D's first step, less reading, of which only that counts which exceeds the
+                time in which bare calls to NIXL read as many bytes from P's pages into D's, just afterwards
     moved       the part of the time to ② that D spends reading
 """
 
@@ -74,8 +74,8 @@ class HandedOver:
 
     @property
     def overhead_s(self) -> float:
-        parts = ("ticket", "fetch", "queued", "read", "confirmed", "woken")
-        return sum(self.phases_s[name] for name in parts) - self.bare_s
+        beyond_bytes = ("ticket", "fetch", "queued", "confirmed", "woken")
+        return sum(self.phases_s[name] for name in beyond_bytes) + max(0.0, self.phases_s["read"] - self.bare_s)
 
 
 class Workers:
@@ -166,11 +166,12 @@ class Workers:
             tokens=output.outputs[0].token_ids,
             num_bytes=times.bytes,
             phases_s=phases,
-            bare_s=self._read_bare(len(prompt)),
+            bare_s=self.read_bare(len(prompt)),
         )
 
-    def _read_bare(self, num_tokens: int) -> float:
-        """Read a prompt's bytes with bare calls, from P's pages into D's, which hold no request now."""
+    def read_bare(self, num_tokens: int) -> float:
+        """Read as many bytes as a prompt has with bare calls, from P's pages into D's, which hold no request now.
+        Returns the seconds that it takes."""
         if self._bare is None:
             self._bare = BareReader(
                 self._local, remote=self._remote, metadata=self._metadata, with_cma=self.transport == "cma"
@@ -238,6 +239,8 @@ def measure_first_tokens(
     # The decode worker meets its peer here, once and for all.
     first = workers.hand_over(prompts[lengths[0]])
     workers.run_alone(prompts[lengths[0]])
+    # Its pages, which the system provides when they are first written, are those of a cache that is in use.
+    workers.read_bare(lengths[-1])
     pairs: dict[int, list[tuple[Alone, HandedOver]]] = {length: [] for length in lengths}
     for number in range(rounds):
         for length in lengths:
