@@ -22,11 +22,12 @@ from outrider.sanitizer.shadow import DURABLE
 from outrider.scheduler import LoadFailure, Role, Scheduler
 from outrider.transfer.desk import Desk
 from outrider.transfer.driver import TransferDriver
+from outrider.transfer.hand_offs import Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
 from outrider.transfer.offers import OfferedGroup, prompt_binding
-from outrider.transfer.records import Fetched, FirstToken, Settled, TransferLimits
+from outrider.transfer.records import Fetched, FirstToken, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")

@@ -22,14 +22,13 @@ from collections.abc import Callable, Sequence
 from outrider.errors import TransferError
 from outrider.kv.ledger import Load
 from outrider.scheduler import Scheduler, State
+from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
 from outrider.transfer.messages import (
-    PROTOCOL,
     Confirm,
     Confirmed,
     Fetch,
-    Hello,
     Message,
     Offered,
     Refused,
@@ -38,26 +37,16 @@ from outrider.transfer.messages import (
     Welcome,
 )
 from outrider.transfer.offers import (
-    GroupSignature,
     from_wire,
-    layout_digest,
     offered_intervals,
     plan_pull,
-    shared_groups,
     signatures,
 )
-from outrider.transfer.records import (
-    Aside,
-    Fetched,
-    FirstToken,
-    HandOff,
-    Peer,
-    Phase,
-    Settled,
-    Tiers,
-    TransferChecks,
-)
+from outrider.transfer.peers import Peer, Peers
+from outrider.transfer.quarantine import Quarantine
+from outrider.transfer.records import Fetched, FirstToken, Tiers, TransferChecks
 from outrider.transfer.tickets import Ticket
+from outrider.transfer.tier_loads import TierLoads
 
 
 class TransferDriver:
@@ -84,18 +73,20 @@ class TransferDriver:
         self._identity = scheduler.kv.config.identity
         self._signatures = signatures(self._layout, self._identity)
         self._link = link
-        self._tiers = tiers
         self._clock = clock
         self._time_of_day = time_of_day
-        self._hand_offs: dict[str, HandOff] = {}
-        self._by_lease: dict[bytes, HandOff] = {}
-        self._peers: dict[str, Peer] = {}
-        self._reads: dict[int, HandOff] = {}
-        """Reads from peers that have not ended, by number; those of hand-offs that were given up too."""
-        self._tier_loads: dict[int, tuple[str, Load]] = {}
-        self._tier_limits_s: dict[str, float] = {}
-        """When the loads from tiers of a sequence are given up."""
-        self._aside: list[Aside] = []
+        self._hand_offs = HandOffs()
+        self._quarantine = Quarantine(self._kv.restore_quarantined)
+        self._peers = Peers(
+            link,
+            self._layout,
+            self._identity,
+            reader=self.engine,
+            answer_s=self.limits.answer_s,
+            counters=self.counters,
+            clock=clock,
+        )
+        self._tier_loads = TierLoads(tiers, scheduler, limit_s=self.limits.read_s, clock=clock)
         self._fetched: list[Fetched] = []
         self._settled: list[Settled] = []
         self._renew_at_s = 0.0
@@ -116,17 +107,18 @@ class TransferDriver:
         now_s = self._clock()
         self.counters.fetches += 1
         hand_off = HandOff(sequence, ticket, takes_token, Phase.ASKING, now_s)
-        self._hand_offs[sequence] = hand_off
-        reason = self._refuse_ticket(ticket, binding)
+        self._hand_offs.add(hand_off)
+        reason = ticket.refusal(binding, self._time_of_day())
+        if not reason and self._hand_offs.of_lease(ticket.lease) is not None:
+            reason = "the ticket is in use by another request"
         if reason:
             self._not_fetched(hand_off, reason)
             return
-        self._by_lease[ticket.lease] = hand_off
+        self._hand_offs.claim(hand_off)
         hand_off.deadline_s = now_s + self.limits.answer_s
         peer = self._peers.get(ticket.endpoint)
         if peer is None:
-            self._peers[ticket.endpoint] = peer = Peer(ticket.endpoint, now_s + self.limits.answer_s)
-            self._say_hello(peer)
+            self._peers.approach(ticket.endpoint)
         elif peer.engine is not None and not peer.fencing:
             self._ask(hand_off, peer)
 
@@ -134,64 +126,34 @@ class TransferDriver:
         """Let the prefill worker of a ticket know that its KV is not needed."""
         self._link.send(ticket.endpoint, Release(lease=ticket.lease, reader=self.engine))
 
-    def _refuse_ticket(self, ticket: Ticket, binding: bytes) -> str:
-        """Returns why a ticket, which is of this cluster, is of no use; nothing if it is of use."""
-        if ticket.version != PROTOCOL:
-            return "the ticket is of another version of the protocol"
-        if ticket.binding != binding:
-            return "the ticket is for another prompt, or for another tenant's"
-        if self._time_of_day() >= ticket.expires_s:
-            return "the ticket has expired"
-        if ticket.lease in self._by_lease:
-            return "the ticket is in use by another request"
-        return ""
-
-    def _say_hello(self, peer: Peer) -> None:
-        self._link.send(peer.endpoint, Hello(digest=layout_digest(self._layout, self._identity), reader=self.engine))
-
     def _ask(self, hand_off: HandOff, peer: Peer) -> None:
         if peer.engine == hand_off.ticket.engine:
             self._link.send(peer.endpoint, Fetch(lease=hand_off.ticket.lease, reader=self.engine))
         else:
             # Either the ticket is of a worker that is gone, or the worker that is known is.
-            self._say_hello(peer)
+            self._peers.greet(peer)
 
-    def _of_peer(self, peer: str, *phases: Phase) -> list[HandOff]:
-        return [each for each in self._hand_offs.values() if each.peer == peer and each.phase in phases]
-
-    def _met(self, peer: Peer, message: Welcome) -> None:
-        if peer.fencing:
-            return
-        if peer.engine is not None:
-            if message.engine != peer.engine:
-                self._cut_off(peer)  # it was restarted
-                return
-            for hand_off in self._of_peer(peer.endpoint, Phase.ASKING):
-                if hand_off.ticket.engine != peer.engine:
-                    self._not_fetched(hand_off, "the prefill worker was restarted since it handed the prompt over")
-            return
+    def _met(self, endpoint: str, message: Welcome) -> None:
+        waiting = self._hand_offs.of_peer(endpoint, Phase.ASKING)
         try:
-            theirs = tuple(GroupSignature.of(signature) for signature in message.signatures)
-            shared = shared_groups(self._layout, self._identity, theirs)
-            self._link.meet(peer.endpoint, message.introduction)
+            peer = self._peers.welcome(endpoint, message)
         except TransferError as error:
-            self._refused_by(peer, str(error))
+            self._none_fetched(waiting, str(error))
             return
-        peer.engine, peer.signatures = message.engine, theirs
-        waiting = self._of_peer(peer.endpoint, Phase.ASKING)
-        if len(shared) < len(self._layout.groups):
-            self.counters.draft_groups_missing += len(waiting)
-        for hand_off in waiting:
+        for hand_off in waiting if peer is not None else ():
+            assert peer is not None
             if hand_off.ticket.engine == peer.engine:
                 self._ask(hand_off, peer)
             else:
                 self._not_fetched(hand_off, "the prefill worker was restarted since it handed the prompt over")
 
     def _refused_by(self, peer: Peer, reason: str) -> None:
-        """No KV of this peer is of use here; the next ticket is tried anew."""
-        del self._peers[peer.endpoint]
-        self._link.forget(peer.endpoint)
-        for hand_off in self._of_peer(peer.endpoint, Phase.ASKING):
+        """Note that no KV of a peer is of use here; the next ticket is tried anew."""
+        self._peers.forget(peer)
+        self._none_fetched(self._hand_offs.of_peer(peer.endpoint, Phase.ASKING), reason)
+
+    def _none_fetched(self, hand_offs: Sequence[HandOff], reason: str) -> None:
+        for hand_off in hand_offs:
             self._not_fetched(hand_off, reason)
 
     def _offered(self, hand_off: HandOff, message: Offered) -> None:
@@ -199,17 +161,18 @@ class TransferDriver:
         if hand_off.phase is not Phase.ASKING or peer is None or peer.engine is None:
             return
         try:
+            request = self._scheduler.requests.get(hand_off.sequence)
+            if request is not None and message.num_tokens != request.prompt_len:
+                raise TransferError(f"offer of {message.engine} is for a prompt of another length")
             offer = from_wire(message, peer.signatures)
             if offer.engine != hand_off.ticket.engine or offer.binding != hand_off.ticket.binding:
                 raise TransferError(f"{offer} is for another prompt than its ticket")
-            request = self._scheduler.requests.get(hand_off.sequence)
-            if request is not None and offer.num_tokens != request.prompt_len:
-                raise TransferError(f"{offer} is for a prompt of another length")
             remote = offered_intervals(self._layout, self._identity, offer)
         except TransferError as error:
             self._not_fetched(hand_off, str(error))
             return
         hand_off.offer = offer
+        self.counters.draft_groups_missing += peer.lacks_groups
         self._enter(hand_off, Phase.QUEUED)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
@@ -219,7 +182,7 @@ class TransferDriver:
 
     def _not_fetched(self, hand_off: HandOff, reason: str) -> None:
         self.counters.fetch_failures += 1
-        self._forget(hand_off)
+        self._hand_offs.forget(hand_off)
         self._fetched.append(Fetched(hand_off.sequence, None, reason))
         self._scheduler.not_fetched(hand_off.sequence)
 
@@ -236,10 +199,10 @@ class TransferDriver:
             request = self._scheduler.requests.get(sequence)
             if request is None:
                 continue
-            hand_off = self._hand_offs.get(sequence)
+            hand_off = self._hand_offs.of(sequence)
             for load in loads:
                 if load.key is not None:
-                    self._load_from_tier(sequence, load)
+                    self._tier_loads.start(sequence, load)
             pulls = [load for load in loads if load.key is None]
             if hand_off is not None and pulls:
                 self._start_reading(hand_off, pulls)
@@ -251,7 +214,7 @@ class TransferDriver:
     def _release_unneeded(self) -> None:
         """End hand-offs of requests that run without them: the local cache held everything, or the first token was the
         last one."""
-        for hand_off in [each for each in self._hand_offs.values() if each.phase is Phase.QUEUED]:
+        for hand_off in [each for each in self._hand_offs.current() if each.phase is Phase.QUEUED]:
             request = self._scheduler.requests.get(hand_off.sequence)
             if request is None or request.state is not State.WAITING:
                 self._release(hand_off)
@@ -279,23 +242,21 @@ class TransferDriver:
                 hand_off.reason = str(error)
                 continue
             hand_off.pulls[load] = runs
-            hand_off.open[number] = load
-            self._reads[number] = hand_off
+            self._hand_offs.read_started(number, hand_off, load)
         self._maybe_confirm(hand_off)
 
     def _read_ended(self, number: int, reason: str | None) -> None:
-        hand_off = self._reads.pop(number, None)
+        hand_off = self._hand_offs.read_ended(number)
         if hand_off is None:
             return
-        for aside in self._aside:
-            aside.peer_reads.discard(number)
+        self._quarantine.read_ended(number)
         load = hand_off.open.pop(number)
         if reason is None:
             hand_off.landed.append(load)
         else:
             hand_off.failed.append(load)
             hand_off.reason = reason
-        if self._hand_offs.get(hand_off.sequence) is hand_off:
+        if self._hand_offs.is_current(hand_off):
             self._maybe_confirm(hand_off)
         elif not hand_off.open:
             self._tell_released(hand_off)
@@ -359,25 +320,13 @@ class TransferDriver:
             self._scheduler.load_failed(hand_off.sequence, load)
 
     def _report(self, hand_off: HandOff) -> None:
-        complete = not hand_off.failed and not hand_off.reason
-        tokens = hand_off.wanted_tokens if complete else 0
         moved = sum(self._load_bytes(load) for load in hand_off.landed)
-        self.counters.fetch_failures += not complete
-        self.counters.transferred_tokens += tokens
-        self.counters.transferred_bytes += moved
         confirmed_s = self._clock() - hand_off.since_s if hand_off.phase is Phase.CONFIRMING else 0.0
-        self._settled.append(
-            Settled(
-                hand_off.sequence,
-                hand_off.cached_tokens,
-                tokens,
-                moved,
-                hand_off.queued_s,
-                hand_off.read_s,
-                confirmed_s,
-                hand_off.reason,
-            )
-        )
+        settled = hand_off.settled(transferred_bytes=moved, confirmed_s=confirmed_s)
+        self.counters.fetch_failures += bool(hand_off.failed or hand_off.reason)
+        self.counters.transferred_tokens += settled.transferred_tokens
+        self.counters.transferred_bytes += moved
+        self._settled.append(settled)
 
     def _load_bytes(self, load: Load) -> int:
         return load.interval.size * self._layout.groups[load.group].slot_bytes
@@ -387,41 +336,11 @@ class TransferDriver:
         settled, self._settled = self._settled, []
         return settled
 
-    # ---- tiers -------------------------------------------------------------------------------------
-
-    def _load_from_tier(self, sequence: str, load: Load) -> None:
-        assert self._tiers is not None, "a load from a tier that this worker does not have"
-        size = self._layout.groups[load.group].page_tokens
-        page = self._scheduler.requests[sequence].kv.groups[load.group].pages[load.interval.start // size]
-        number = self._tiers.load(load, page, sequence)
-        self._tier_loads[number] = (sequence, load)
-        self._tier_limits_s[sequence] = self._clock() + self.limits.read_s
-
-    def _tier_load_ended(self, event: Landed | Failed) -> None:
-        sequence, load = self._tier_loads.pop(event.transfer, (None, None))
-        for aside in self._aside:
-            aside.tier_loads.discard(event.transfer)
-        if sequence is None or load is None:
-            return
-        if sequence not in {name for name, _load in self._tier_loads.values()}:
-            self._tier_limits_s.pop(sequence, None)
-        if isinstance(event, Landed):
-            self._scheduler.load_arrived(sequence, load)
-        else:
-            self._scheduler.load_failed(sequence, load)
-
     # ---- letting go --------------------------------------------------------------------------------
-
-    def _forget(self, hand_off: HandOff) -> None:
-        """Drop the record of a hand-off; reads that are still open are followed until they end."""
-        if self._hand_offs.get(hand_off.sequence) is hand_off:
-            del self._hand_offs[hand_off.sequence]
-        if self._by_lease.get(hand_off.ticket.lease) is hand_off:
-            del self._by_lease[hand_off.ticket.lease]
 
     def _release(self, hand_off: HandOff) -> None:
         """End a hand-off: P may give its pages back, now or once the reads that are still open have ended."""
-        self._forget(hand_off)
+        self._hand_offs.forget(hand_off)
         if not hand_off.open:
             self._tell_released(hand_off)
 
@@ -433,21 +352,13 @@ class TransferDriver:
         for sequence, pages in self._scheduler.take_given_up():
             # Before the next step writes to the pages.
             self.lender.withdraw(sequence)
-            hand_off = self._hand_offs.get(sequence)
-            reads = {number for number, each in self._reads.items() if each.sequence == sequence}
-            loads = {number for number, (name, _load) in self._tier_loads.items() if name == sequence}
-            if pages:
-                self._aside.append(Aside(pages, reads, loads))
+            hand_off = self._hand_offs.of(sequence)
+            reads, loads = self._hand_offs.reads_of(sequence), self._tier_loads.give_up(sequence)
+            self._quarantine.add(pages, peer_reads=reads, tier_loads=loads)
             request = self._scheduler.requests.get(sequence)
             if hand_off is not None and (request is None or request.state is not State.LOADING):
                 self._release(hand_off)
-        self._restore()
-
-    def _restore(self) -> None:
-        """Give back pages that nothing can write to any more."""
-        for aside in [aside for aside in self._aside if not aside.peer_reads and not aside.tier_loads]:
-            self._aside.remove(aside)
-            self._kv.restore_quarantined(aside.pages)
+        self._quarantine.give_back()
 
     # ---- time --------------------------------------------------------------------------------------
 
@@ -465,8 +376,8 @@ class TransferDriver:
                     self._read_ended(number, reason)
                 case Quiet(peer=name):
                     self._quiet(name)
-        for ended in self._tiers.poll() if self._tiers is not None else ():
-            self._tier_load_ended(ended)
+        for number in self._tier_loads.poll():
+            self._quarantine.load_ended(number)
         self._check_deadlines(now_s)
         self._renew(now_s)
         self.lender.end_leases(now_s)
@@ -478,8 +389,7 @@ class TransferDriver:
     def _received(self, endpoint: str, message: Message) -> None:
         peer = self._peers.get(endpoint)
         if isinstance(message, Welcome):
-            if peer is not None:
-                self._met(peer, message)
+            self._met(endpoint, message)
             return
         if isinstance(message, Refused) and not message.lease:
             if peer is not None and peer.engine is None:
@@ -487,7 +397,7 @@ class TransferDriver:
             return
         if not isinstance(message, Offered | Confirmed | Refused):
             return
-        hand_off = self._by_lease.get(message.lease)
+        hand_off = self._hand_offs.of_lease(message.lease)
         if hand_off is None or hand_off.peer != endpoint:
             if isinstance(message, Offered):
                 # No request waits for it any more.
@@ -503,37 +413,28 @@ class TransferDriver:
 
     def _quiet(self, endpoint: str) -> None:
         """A peer that was cut off can be met again, if requests wait for it."""
-        peer = self._peers.pop(endpoint, None)
-        if peer is not None and self._of_peer(endpoint, Phase.ASKING):
-            self._peers[endpoint] = fresh = Peer(endpoint, self._clock() + self.limits.answer_s)
-            self._say_hello(fresh)
+        self._peers.quiet(endpoint)
+        if self._hand_offs.of_peer(endpoint, Phase.ASKING):
+            self._peers.approach(endpoint)
 
     def _check_deadlines(self, now_s: float) -> None:
-        for peer in [each for each in self._peers.values() if each.engine is None and each.deadline_s <= now_s]:
-            if peer.fencing:
-                continue
-            if peer.asked_again:
-                self._refused_by(peer, "the prefill worker does not answer")
-            else:
-                peer.asked_again, peer.deadline_s = True, now_s + self.limits.answer_s
-                self._say_hello(peer)
-        for hand_off in [each for each in self._hand_offs.values() if 0.0 < each.deadline_s <= now_s]:
-            if self._hand_offs.get(hand_off.sequence) is hand_off:
+        for peer in self._peers.overdue(now_s):
+            self._refused_by(peer, "the prefill worker does not answer")
+        for hand_off in self._hand_offs.overdue(now_s):
+            if self._hand_offs.is_current(hand_off):
                 self._too_late(hand_off, now_s)
-        for sequence in [name for name, limit_s in self._tier_limits_s.items() if limit_s <= now_s]:
-            del self._tier_limits_s[sequence]
-            self._scheduler.load_lost(sequence)
+            elif hand_off.open:
+                # It was given up, but its pages cannot be given back before its reads have ended.
+                self._end_reads(hand_off)
+        self._tier_loads.give_up_overdue(now_s)
 
     def _too_late(self, hand_off: HandOff, now_s: float) -> None:
         peer = self._peers.get(hand_off.peer)
         if hand_off.phase is Phase.READING:
             hand_off.reason = "the prefill worker stopped sending"
-            hand_off.deadline_s = 0.0
             if any(load.group in self._layout.target_groups for load in hand_off.open.values()):
                 self._lose(hand_off)
-            if peer is not None:
-                # Reads that do not end may still land, unless their peer is cut off.
-                self._cut_off(peer)
+            self._end_reads(hand_off)
         elif hand_off.asked_again:
             hand_off.reason = "the prefill worker does not answer"
             if hand_off.phase is Phase.CONFIRMING:
@@ -548,27 +449,27 @@ class TransferDriver:
             elif peer is not None and peer.engine is not None and not peer.fencing:
                 self._ask(hand_off, peer)
 
+    def _end_reads(self, hand_off: HandOff) -> None:
+        """Cut off a peer that has not sent everything in time: otherwise what is missing may still land at any time."""
+        hand_off.deadline_s = 0.0
+        peer = self._peers.get(hand_off.peer)
+        if peer is not None:
+            self._peers.cut_off(peer)
+
     def _lose(self, hand_off: HandOff) -> None:
         """Give up a hand-off without all of the target's KV, though some of its reads have not ended."""
         hand_off.failed += hand_off.open.values()
         self._scheduler.load_lost(hand_off.sequence)
         self._report(hand_off)
-        self._forget(hand_off)
+        self._hand_offs.forget(hand_off)
         self._settle_given_up()
-
-    def _cut_off(self, peer: Peer) -> None:
-        """End everything that is on its way from a peer, which is met again for requests that still want its KV."""
-        if not peer.fencing:
-            peer.fencing = True
-            self.counters.fences += 1
-            self._link.fence(peer.endpoint)
 
     def _renew(self, now_s: float) -> None:
         if now_s < self._renew_at_s:
             return
         self._renew_at_s = now_s + self.limits.renew_s
         leases: dict[str, list[bytes]] = {}
-        for hand_off in self._hand_offs.values():
+        for hand_off in self._hand_offs.current():
             if hand_off.offer is not None:
                 leases.setdefault(hand_off.peer, []).append(hand_off.ticket.lease)
         for endpoint, names in leases.items():
@@ -577,10 +478,10 @@ class TransferDriver:
     @property
     def next_deadline_s(self) -> float | None:
         """When `advance` has something to do at the latest, by the driver's clock."""
-        times = [each.deadline_s for each in self._hand_offs.values() if each.deadline_s > 0.0]
-        times += [peer.deadline_s for peer in self._peers.values() if peer.engine is None and not peer.fencing]
-        times += self._tier_limits_s.values()
-        if any(each.offer is not None for each in self._hand_offs.values()):
+        times = self._hand_offs.deadlines_s
+        times += self._peers.deadlines_s
+        times += self._tier_loads.deadlines_s
+        if any(each.offer is not None for each in self._hand_offs.current()):
             times.append(self._renew_at_s)
         end_s = self.lender.leases.next_end_s
         return min([*times, end_s] if end_s is not None else times, default=None)
@@ -588,7 +489,7 @@ class TransferDriver:
     @property
     def is_idle(self) -> bool:
         """Whether no KV is on its way, held for a peer, or in quarantine."""
-        return not (self._hand_offs or self._reads or self._aside or self._tier_loads or len(self.lender.leases))
+        return self._hand_offs.is_idle and not (self._quarantine or self._tier_loads or self.lender.leases)
 
     def close(self) -> None:
         """End the link. Nothing lands after this returns."""

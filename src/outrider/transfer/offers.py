@@ -188,6 +188,8 @@ def from_wire(message: Offered, theirs: Sequence[GroupSignature]) -> Offer:
             raise TransferError(f"an offer of {message.engine} names group {item.group}, which it does not have")
         interval = checked_interval(Interval(item.start, item.end), f"offer of {message.engine}", TransferError)
         whole_number(item.page_tokens, f"offer of {message.engine}: page_tokens", at_least=1, error=TransferError)
+        if interval.end > message.num_tokens:
+            raise TransferError(f"an offer of {message.engine} covers {interval} of {message.num_tokens} tokens")
         before = (NULL_PAGE,) * pages_under(interval, item.page_tokens).start
         groups[theirs[item.group]] = OfferedGroup(interval, before + tuple(item.pages), item.page_tokens)
     return Offer(

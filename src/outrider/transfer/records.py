@@ -1,18 +1,16 @@
-"""What the driver keeps and reports: limits, counters, and where each hand-off stands."""
+"""What the driver is given and what it reports: limits, counters, tiers, checks, and what prefill workers answered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outrider.kv.intervals import SlotRun
 from outrider.kv.ledger import Load
 from outrider.transfer.link import Failed, Landed
 from outrider.transfer.messages import ScoredToken
-from outrider.transfer.offers import GroupSignature, Offer
-from outrider.transfer.tickets import Ticket
+from outrider.transfer.offers import Offer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,79 +93,3 @@ class Fetched(NamedTuple):
     offer: Offer | None
     """None if there is none: the request is computed here, or fails, as the scheduler is configured."""
     reason: str = ""
-
-
-class Settled(NamedTuple):
-    """How a hand-off ended, for the request's own figures."""
-
-    sequence: str
-    cached_tokens: int
-    """Prompt tokens that were in the local cache."""
-    transferred_tokens: int
-    bytes: int
-    queued_s: float
-    """From the offer until pages were free and reading began."""
-    read_s: float
-    confirmed_s: float
-    """From the last byte until the prefill worker had confirmed."""
-    reason: str
-    """Why some or all of the KV did not arrive; empty if all of it did."""
-
-
-class Phase(Enum):
-    ASKING = "asking"
-    QUEUED = "queued"
-    READING = "reading"
-    CONFIRMING = "confirming"
-
-
-@dataclass(slots=True, eq=False)
-class HandOff:
-    """One request's KV on its way to this worker."""
-
-    sequence: str
-    ticket: Ticket
-    takes_token: bool
-    phase: Phase
-    since_s: float
-    """When the phase began."""
-    deadline_s: float = 0.0
-    asked_again: bool = False
-    offer: Offer | None = None
-    pulls: dict[Load, tuple[SlotRun, ...]] = field(default_factory=dict)
-    """Loads that a peer sends, with the slots to copy."""
-    open: dict[int, Load] = field(default_factory=dict)
-    """Reads that have not ended, by number."""
-    landed: list[Load] = field(default_factory=list)
-    failed: list[Load] = field(default_factory=list)
-    reason: str = ""
-    cached_tokens: int = 0
-    wanted_tokens: int = 0
-    queued_s: float = 0.0
-    read_s: float = 0.0
-
-    @property
-    def peer(self) -> str:
-        return self.ticket.endpoint
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """A prefill worker that this worker fetches from."""
-
-    endpoint: str
-    deadline_s: float
-    asked_again: bool = False
-    engine: str | None = None
-    """None until the peer has said Welcome."""
-    signatures: tuple[GroupSignature, ...] = ()
-    fencing: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Aside:
-    """Pages in quarantine until the reads that may write to them have ended."""
-
-    pages: list[tuple[int, list[int]]]
-    peer_reads: set[int]
-    tier_loads: set[int]

@@ -14,6 +14,7 @@ from hashlib import blake2b, sha256
 import msgspec
 
 from outrider.errors import ConfigError, RequestError
+from outrider.transfer.messages import PROTOCOL
 
 MAC_BYTES = 32
 TICKET_CHARACTERS_MAX = 2048
@@ -29,6 +30,17 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     expires_s: float
     """Time of day after which the ticket is not worth a question. The lease itself ends by the prefill worker's
     clock."""
+
+    def refusal(self, binding: bytes, now_s: float) -> str:
+        """Returns why this ticket, which is of this cluster, is of no use to a request with this binding; nothing if it
+        is of use. `now_s`: the time of day."""
+        if self.version != PROTOCOL:
+            return "the ticket is of another version of the protocol"
+        if self.binding != binding:
+            return "the ticket is for another prompt, or for another tenant's"
+        if now_s >= self.expires_s:
+            return "the ticket has expired"
+        return ""
 
 
 class ClusterKey:

@@ -6,21 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from outrider.transfer.connector import (
-    LeaseBook,
-    Offer,
-    OfferedGroup,
-    offered_intervals,
-    plan_pull,
-    shared_groups,
-    signatures,
-)
+from msgspec.structs import replace
 from tests.kv.fakes import drafter, full, sliding
 
 from outrider.errors import TransferError
 from outrider.kv import Interval, KVLayout
 from outrider.kv.ledger import Load
-from outrider.kv.prefix import CacheIdentity
+from outrider.kv.prefix import CacheIdentity, Media
+from outrider.transfer.messages import Offered, OfferedPages, ScoredToken, decode, encode
+from outrider.transfer.offers import (
+    Offer,
+    OfferedGroup,
+    from_wire,
+    layout_digest,
+    offered_intervals,
+    plan_pull,
+    prompt_binding,
+    shared_groups,
+    signatures,
+    to_wire,
+)
 
 HERE = CacheIdentity(weights="llama", dtype="bfloat16", layout="paged")
 LAYOUT = KVLayout(target=(full(page=8), sliding(6, page=8)), footprint=drafter("chain_from_taps"))
@@ -30,9 +35,9 @@ def offer(**fields: Any) -> Offer:
     whole = OfferedGroup(Interval(0, 20), (1, 2, 3), 8)
     given: dict[str, Any] = {
         "engine": "prefill.1",
-        "request": "mine",
-        "lease": 0,
-        "tokens": tuple(range(21)),
+        "binding": prompt_binding(range(20)),
+        "num_tokens": 20,
+        "first_token": 7,
         "groups": dict.fromkeys(signatures(LAYOUT, HERE), whole),
     }
     return Offer(**(given | fields))
@@ -97,15 +102,16 @@ def test_a_peer_with_another_target_layout_is_refused() -> None:
         (group(Interval(0, 20), (1, -2, 3), 8), "tuple of page numbers"),
         (group(Interval(-4, 20), (1, 2, 3), 8), "must not start before 0"),
         (group(Interval(9, 4), (1, 2, 3), 8), r"got \[9, 4\)"),
-        (group(Interval(0, 99), (1,) * 20, 8), "only 21 tokens are offered"),
+        (group(Interval(0, 99), (1,) * 20, 8), "only 20 tokens are offered"),
         (group((0, 20), (1, 2, 3), 8), "must be an Interval"),
         (lambda: offer(groups=None), "groups must map"),
         (lambda: offer(groups={"full": OfferedGroup(Interval(0, 8), (1,), 8)}), "no group of an offer"),
         (lambda: offer(groups={signatures(LAYOUT, HERE)[0]: (0, 8)}), "no group of an offer"),
-        (lambda: offer(tokens=(1, -2)), "tuple of token ids"),
-        (lambda: offer(lease=-1), "lease must be a whole number"),
+        (lambda: offer(first_token=-2), "first token must be a token id"),
+        (lambda: offer(drafts=(1, -2)), "drafts must be a tuple of token ids"),
+        (lambda: offer(num_tokens=0), "num_tokens must be a whole number of at least 1"),
         (lambda: offer(engine=""), "names its engine"),
-        (lambda: offer(request=None), "names its request"),
+        (lambda: offer(binding=b"short"), "the binding must be 16 bytes"),
     ],
 )
 def test_an_offer_that_makes_no_sense_is_a_transfer_error(make: Callable[[], Offer], says: str) -> None:
@@ -126,12 +132,62 @@ def test_a_load_past_what_is_offered_is_refused() -> None:
         plan_pull(LAYOUT, HERE, Load(0, Interval(0, 24), None), offer(), [1, 2, 3])
 
 
-def test_a_lease_that_ran_out_is_not_held_any_more() -> None:
-    book = LeaseBook(duration=10)
-    first, second = book.grant("a", now=0), book.grant("b", now=5)
-    assert book.expire(now=9) == []
-    assert book.expire(now=14) == ["a"]
-    assert not book.held(first)
-    assert book.held(second)
-    assert book.release(second) == "b"
-    assert book.release(second) is None
+def test_an_offer_arrives_as_it_was_made() -> None:
+    names = signatures(LAYOUT, HERE)
+    score = ScoredToken(token=7, logprob=-0.5, rank=1, top=((7, -0.5), (3, -2.0)))
+    made = offer(seed=2**63, logprobs=score, drafts=(4, 5), drafts_worth_asking=1)
+    frame = encode(to_wire(made, b"l" * 16, names))
+    message = decode(frame)
+    assert isinstance(message, Offered)
+    # The other side may number its groups differently.
+    assert from_wire(message, names) == made
+
+
+def test_an_offer_of_a_group_that_was_not_announced_is_refused() -> None:
+    names = signatures(LAYOUT, HERE)
+    with pytest.raises(TransferError):
+        from_wire(to_wire(offer(), b"l" * 16, names), names[:1])
+
+
+def test_an_offer_past_the_end_of_the_prompt_is_refused_before_its_pages_are_listed() -> None:
+    names = signatures(LAYOUT, HERE)
+    pages = OfferedPages(group=0, start=1 << 60, end=(1 << 60) + 1, page_tokens=1, pages=[1])
+    message = replace(to_wire(offer(), b"l" * 16, names), groups=[pages])
+    with pytest.raises(TransferError, match="of 20 tokens"):
+        from_wire(message, names)
+
+
+PROMPT = [1, 2, 3, 300]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "others"),
+    [
+        ([1, 2, 3], {}),
+        ([1, 2, 300, 3], {}),
+        (PROMPT, {"adapter": "formal"}),
+        (PROMPT, {"salt": "formal"}),
+        (PROMPT, {"media": [Media(0, 2, b"cat")]}),
+        (PROMPT, {"media": [Media(0, 2, b"dog")]}),
+        (PROMPT, {"media": [Media(1, 2, b"cat")]}),
+    ],
+)
+def test_a_binding_names_all_that_a_prompt_is_made_of(tokens: list[int], others: dict[str, Any]) -> None:
+    assert prompt_binding(tokens, **others) != prompt_binding(PROMPT)
+    assert prompt_binding(tokens, **others) == prompt_binding(tuple(tokens), **others)
+
+
+def test_bindings_of_all_such_prompts_differ() -> None:
+    salts = [{}, {"adapter": "ab"}, {"salt": "ab"}, {"adapter": "a", "salt": "b"}, {"media": [Media(0, 2, b"ab")]}]
+    assert len({prompt_binding(PROMPT, **others) for others in salts}) == len(salts)
+
+
+def test_only_the_target_and_the_protocol_decide_whether_two_workers_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = KVLayout(target=LAYOUT.target)
+    assert layout_digest(plain, HERE) == layout_digest(LAYOUT, HERE)
+    assert layout_digest(KVLayout(target=(full(page=4), sliding(6, page=4))), HERE) == layout_digest(plain, HERE)
+    assert layout_digest(KVLayout(target=(full(page=8), sliding(7, page=8))), HERE) != layout_digest(plain, HERE)
+    assert layout_digest(plain, CacheIdentity(weights="another")) != layout_digest(plain, HERE)
+    before = layout_digest(plain, HERE)
+    monkeypatch.setattr("outrider.transfer.offers.PROTOCOL", 99)
+    assert layout_digest(plain, HERE) != before

@@ -1,0 +1,259 @@
+"""The state machine of hand-offs, message by message, without a model: what is asked, waited for, given up and given
+back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.kv.fakes import ids, reference_text
+from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
+
+from outrider.kv import Interval
+from outrider.kv.ledger import Load
+from outrider.scheduler import LoadFailure, Role, State
+from outrider.transfer.link import Landed
+from outrider.transfer.messages import Confirm, Fetch, Hello, Release
+from outrider.transfer.tickets import Ticket
+from outrider.transfer.tier_loads import TierLoads
+
+
+class Pair:
+    """A prefill worker and a decode worker that know nothing of each other yet."""
+
+    def __init__(self, *, prefill: dict[str, Any] | None = None, **decode: Any) -> None:
+        self.clock = Clock()
+        self.prefill = ScriptedWorker("P", Role.PREFILL, self.clock, **(prefill or {}))
+        self.decode = ScriptedWorker("D", Role.DECODE, self.clock, **decode)
+
+    def reading(self, name: str = "a") -> None:
+        """Bring a request to where its KV is being read."""
+        self.decode.fetch(name, self.prefill.hand_over(name))
+        talk(self.prefill, self.decode)
+        self.decode.step()
+        assert self.decode.scheduler.requests[name].state is State.LOADING
+        assert self.decode.link.reads
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.decode.driver.advance()
+
+    def finish(self, name: str = "a", length: int = 40, max_tokens: int = 12) -> None:
+        """Let the request run to its end; its text must be the target's own."""
+        for _ in range(60):
+            talk(self.prefill, self.decode)
+            self.decode.link.land()
+            self.decode.step()
+            if name in self.decode.engine.finished:
+                break
+        assert self.decode.engine.text[name] == reference_text(ids(length), max_tokens)
+        talk(self.prefill, self.decode)
+        self.prefill.driver.advance()
+
+    def assert_empty(self) -> None:
+        self.prefill.assert_empty()
+        self.decode.assert_empty()
+
+
+def test_a_hand_off_from_the_ticket_to_the_last_token() -> None:
+    pair = Pair()
+    pair.reading()
+    pair.finish()
+    (settled,) = pair.decode.driver.take_settled()
+    assert (settled.cached_tokens, settled.transferred_tokens, settled.reason) == (0, 40, "")
+    assert pair.prefill.driver.counters.leases_expired == 0
+    pair.assert_empty()
+
+
+def test_nothing_is_confirmed_before_the_last_byte_nor_used_before_the_confirmation() -> None:
+    pair = Pair()
+    pair.reading()
+    link, request = pair.decode.link, pair.decode.scheduler.requests["a"]
+    link.take_sent()
+    *others, last = link.reads
+    link.land(*others)
+    pair.decode.step()
+    assert link.take_sent(Confirm) == []
+    link.land(last)
+    pair.decode.driver.advance()
+    assert len([message for _peer, message in link.sent if isinstance(message, Confirm)]) == 1
+    pair.decode.step()
+    assert request.state is State.LOADING
+    assert pair.prefill.answers(pair.decode)
+    pair.decode.step()
+    assert request.state is State.DECODING
+    pair.finish()
+    pair.assert_empty()
+
+
+def test_kv_that_was_read_after_the_lease_had_ended_is_computed_again() -> None:
+    pair = Pair()
+    pair.reading()
+    pair.clock.now_s += 31.0
+    # Its renewals did not arrive. The lease ends before the last byte is read.
+    pair.decode.link.take_sent()
+    pair.prefill.driver.advance()
+    assert pair.prefill.driver.counters.leases_expired == 1
+    pair.decode.link.land()
+    pair.finish()
+    assert "lease ended" in pair.decode.driver.take_settled()[0].reason
+    pair.assert_empty()
+
+
+@pytest.mark.parametrize("policy", list(LoadFailure))
+@pytest.mark.parametrize("lost", [Hello, Fetch])
+def test_a_question_without_an_answer_is_asked_once_more_and_then_given_up(lost: type, policy: LoadFailure) -> None:
+    pair = Pair(load_failure=policy)
+    ticket = pair.prefill.hand_over("a")
+    if lost is Fetch:
+        pair.decode.fetch("before", replace_lease(ticket))
+        talk(pair.prefill, pair.decode)
+        pair.decode.step()
+    pair.decode.fetch("a", ticket)
+    assert len(pair.decode.link.take_sent(lost)) == 1
+    pair.pass_time(LIMITS.answer_s - 0.1)
+    assert pair.decode.link.take_sent(lost) == []
+    pair.pass_time(0.2)
+    assert len(pair.decode.link.take_sent(lost)) == 1
+    pair.pass_time(LIMITS.answer_s - 0.5)
+    assert pair.decode.scheduler.requests["a"].state is State.FETCHING
+    pair.pass_time(0.6)
+    failed = policy is LoadFailure.FAIL
+    assert ("a" in pair.decode.scheduler.requests) != failed
+    if not failed:
+        assert pair.decode.scheduler.requests["a"].state is State.WAITING
+
+
+def replace_lease(ticket: Ticket) -> Ticket:
+    """A ticket for a lease that does not exist: the peer is met, and refuses it."""
+    return replace(ticket, lease=bytes(16))
+
+
+def test_a_read_that_was_given_up_is_fenced_when_its_time_is_up_and_its_pages_wait() -> None:
+    """The client leaves, and then the prefill worker stops: the pages must not be lost for ever."""
+    pair = Pair()
+    pair.reading()
+    pair.decode.scheduler.abort("a")
+    pair.decode.driver.advance()
+    held = sum(arena.num_available for arena in pair.decode.kv.pool.arenas)
+    pair.pass_time(LIMITS.read_s - 1.0)
+    assert pair.decode.link.fenced == []
+    deadline_s = pair.decode.driver.next_deadline_s
+    assert deadline_s is not None
+    pair.pass_time(deadline_s - pair.clock.now_s + 0.1)
+    pair.pass_time(2.0)
+    assert pair.decode.link.fenced == ["P"]
+    assert sum(arena.num_available for arena in pair.decode.kv.pool.arenas) == held
+    pair.decode.link.fall_quiet("P")
+    pair.decode.driver.advance()
+    pair.prefill.answers(pair.decode)
+    pair.prefill.driver.advance()
+    pair.assert_empty()
+
+
+def test_a_read_that_was_given_up_releases_the_lease_only_when_it_has_ended() -> None:
+    pair = Pair()
+    pair.reading()
+    pair.decode.link.take_sent()
+    pair.decode.scheduler.abort("a")
+    pair.decode.driver.advance()
+    assert pair.decode.link.take_sent(Release) == []
+    pair.decode.link.land()
+    pair.decode.driver.advance()
+    assert len([message for _peer, message in pair.decode.link.sent if isinstance(message, Release)]) == 1
+    talk(pair.prefill, pair.decode)
+    pair.prefill.driver.advance()
+    pair.assert_empty()
+
+
+def test_a_peer_that_stops_while_it_sends_is_fenced_and_the_prompt_computed() -> None:
+    pair = Pair()
+    pair.reading()
+    pair.pass_time(LIMITS.read_s + 0.1)
+    assert pair.decode.link.fenced == ["P"]
+    assert pair.decode.scheduler.requests["a"].state is State.WAITING
+    assert not pair.decode.driver.is_idle, "its pages are in quarantine until the link is quiet"
+    pair.decode.link.fall_quiet("P")
+    pair.finish()
+    pair.assert_empty()
+
+
+def test_every_hand_off_without_draft_kv_is_counted() -> None:
+    pair = Pair(prefill={"method": "none"})
+    for name in ("a", "b"):
+        pair.reading(name)
+        pair.finish(name)
+        pair.decode.kv.reset_cache()
+    assert pair.decode.driver.counters.draft_groups_missing == 2
+    pair.assert_empty()
+
+
+def test_a_ticket_serves_one_request_at_a_time() -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    pair.decode.fetch("b", ticket)
+    answers = pair.decode.driver.advance()
+    assert [(answer.sequence, answer.offer, "in use" in answer.reason) for answer in answers] == [("b", None, True)]
+    pair.finish("a")
+    pair.assert_empty()
+
+
+def test_a_peer_of_other_weights_is_refused_before_anything_is_read() -> None:
+    pair = Pair(prefill={"weights": "mistral"})
+    pair.decode.fetch("a", pair.prefill.hand_over("a"))
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    assert pair.decode.link.started == 0
+    assert pair.decode.driver.counters.fetch_failures == 1
+    pair.finish()
+
+
+class SlowTier:
+    """A tier whose loads end when the test says so."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.ended: list[Landed] = []
+
+    def load(self, load: Load, page: int, sequence: str) -> int:
+        self.numbers.append(len(self.numbers))
+        return self.numbers[-1]
+
+    def poll(self) -> list[Any]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def test_a_load_that_was_given_up_is_not_taken_for_a_later_one_of_the_same_page() -> None:
+    arrived: list[tuple[str, Load]] = []
+    load, tier = Load(0, Interval(0, 8), b"key"), SlowTier()
+    groups = [SimpleNamespace(pages=[3])]
+    scheduler: Any = SimpleNamespace(
+        kv=SimpleNamespace(layout=SimpleNamespace(groups=[SimpleNamespace(page_tokens=8)])),
+        requests={"a": SimpleNamespace(kv=SimpleNamespace(groups=groups))},
+        load_arrived=lambda sequence, load: arrived.append((sequence, load)),
+    )
+    loads = TierLoads(tier, scheduler, limit_s=20.0, clock=lambda: 0.0)
+    loads.start("a", load)
+    assert loads.give_up("a") == {0}
+    loads.start("a", load)
+    tier.ended = [Landed(0)]
+    assert loads.poll() == [0]
+    assert arrived == []
+    tier.ended = [Landed(1)]
+    assert loads.poll() == [1]
+    assert arrived == [("a", load)]
+    assert len(loads) == 0
+    assert loads.deadlines_s == []
+
+
+def test_an_idle_driver_has_no_deadline() -> None:
+    pair = Pair()
+    assert pair.decode.driver.next_deadline_s is None
+    pair.decode.fetch("a", pair.prefill.hand_over("a"))
+    assert pair.decode.driver.next_deadline_s == LIMITS.answer_s
+    pair.finish()
+    assert pair.decode.driver.next_deadline_s is None
