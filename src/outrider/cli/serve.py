@@ -13,6 +13,7 @@ from outrider.cli.engine_options import EngineOptions, ModelOptions, PositionalM
 from outrider.cli.grouped import grouped
 from outrider.cli.serve_options import AccessOptions, LimitOptions, server_config
 from outrider.cli.terminal import errors, loading
+from outrider.cli.transfer_options import TransferOptions
 from outrider.tools.wording import counted
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ def serve(
     access: AccessOptions,
     no_speculation: NoSpeculation = False,
     engine: EngineOptions,
+    transfer: TransferOptions,
     limits: LimitOptions,
 ) -> None:
     name = chosen_model(positional, model)
     engine = with_default_speculation(engine, name, no_speculation=no_speculation)
-    built = engine_config(name, model, engine)
+    built = engine_config(name, model, engine, transfer=transfer.config())
     config = server_config(access, limits)
 
     from outrider.server.run import Announcements, serve

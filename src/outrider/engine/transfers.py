@@ -11,12 +11,15 @@ import secrets
 import select
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 from outrider.config import KVTransferConfig
 from outrider.errors import ConfigError, RequestError
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.ledger import Load
 from outrider.runner.page_store import PageStore
+from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.shadow import DURABLE
 from outrider.scheduler import LoadFailure, Role, Scheduler
@@ -26,13 +29,15 @@ from outrider.transfer.hand_offs import Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
-from outrider.transfer.offers import OfferedGroup, prompt_binding
+from outrider.transfer.messages import PROTOCOL
+from outrider.transfer.offers import OfferedGroup, layout_digest, prompt_binding
 from outrider.transfer.records import Fetched, FirstToken, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")
 
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+SETTINGS_BYTES = 16
 RENEWALS_PER_LEASE = 6
 """How often a lease is prolonged before it would run out."""
 
@@ -45,6 +50,24 @@ def load_failure_of(config: KVTransferConfig | None) -> LoadFailure:
     return LoadFailure.RECOMPUTE if config is None else LoadFailure(config.kv_load_failure_policy)
 
 
+def check_transfer_config(config: KVTransferConfig | None) -> None:
+    """Raises ConfigError for what can be known to be wrong before a model is loaded."""
+    if config is None:
+        return
+    if config.cluster_key is None:
+        raise ConfigError(
+            "kv_transfer_config needs a cluster key, the same for all workers; give --cluster-key @FILE, or "
+            "cluster_key in Python"
+        )
+    ClusterKey(config.cluster_key)
+    if config.kv_connector == "nixl":
+        from outrider.transfer.links.machine import checked_address
+        from outrider.transfer.links.nixl_agent import load_nixl
+
+        checked_address(config.kv_ip)
+        load_nixl()
+
+
 class EngineTransfers:
     def __init__(
         self,
@@ -55,15 +78,13 @@ class EngineTransfers:
         sanitizer: Sanitizer | None = None,
         compare_bytes: bool = False,
     ) -> None:
-        if config.cluster_key is None:
-            raise ConfigError(
-                "kv_transfer_config needs a cluster key, the same for all workers; give --cluster-key @FILE, or "
-                "cluster_key in Python"
-            )
+        check_transfer_config(config)
+        assert config.cluster_key is not None
         self.config = config
         self.engine = secrets.token_hex(8)
         self._key = ClusterKey(config.cluster_key)
         self._store = store
+        self._scheduler = scheduler
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         limits = TransferLimits(
             lease_s=config.lease_s,
@@ -94,6 +115,21 @@ class EngineTransfers:
         return self._store.slots_digest(group, held.pages, interval)
 
     # ---- requests ----------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What other workers, and the people who run them, must know about this one. No field is secret."""
+        kv = self._scheduler.kv
+        return {
+            "connector": self.config.kv_connector,
+            "role": self.config.kv_role,
+            "load_failure_policy": self.config.kv_load_failure_policy,
+            "endpoint": self.link.endpoint,
+            "engine": self.engine,
+            "protocol": PROTOCOL,
+            "layout_digest": layout_digest(kv.layout, kv.config.identity).hex(),
+            "lease_s": self.config.lease_s,
+        }
 
     def open_ticket(self, request_id: str, ticket: str) -> Ticket:
         """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
@@ -133,6 +169,7 @@ class EngineTransfers:
         settled = self.driver.take_settled()
         for hand_off in settled:
             if hand_off.reason:
+                self.recomputed_prompts += not hand_off.transferred_tokens
                 logger.warning("not all KV came for request %s: %s", hand_off.sequence, hand_off.reason)
         return settled
 
@@ -168,6 +205,25 @@ class EngineTransfers:
 
     def close(self) -> None:
         self.driver.close()
+
+
+def settings_digest(params: SamplingParams) -> bytes:
+    """Returns a digest of the settings that a first token and its log-probabilities depend on.
+
+    Proxies change settings on the way: some ask the prefill worker for at least one token, where the client did not. A
+    decode worker takes only a first token that was drawn with its own settings, and otherwise draws one itself.
+    """
+    hides_ends = params.min_tokens > 0
+    settings = (
+        None if params.greedy else (params.temperature, params.top_p, params.top_k, params.min_p, params.seed),
+        (params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        sorted((params.logit_bias or {}).items()),
+        None if params.allowed_token_ids is None else sorted(params.allowed_token_ids),
+        hides_ends and sorted(params.stop_tokens),
+        params.logprobs,
+        None if params.grammar is None else (params.grammar.kind.value, params.grammar.text),
+    )
+    return blake2b(repr(settings).encode(), digest_size=SETTINGS_BYTES).digest()
 
 
 def make_link(config: KVTransferConfig, memory: MemoryMap, desk: Desk, key: ClusterKey, *, engine: str) -> Link:

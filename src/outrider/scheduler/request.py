@@ -74,6 +74,8 @@ class RequestSpec:
     awaits_peer: bool = False
     """Whether a prefill worker has computed the prompt: the request is FETCHING until `Scheduler.fetched` says what
     that worker holds, or `Scheduler.not_fetched` that it holds nothing."""
+    compute_prompt: bool = False
+    """Whether a decode worker that leaves prompts to others computes this one all the same."""
 
     def __post_init__(self) -> None:
         text(self.id, "a request's id", empty=False, error=RequestError)

@@ -99,7 +99,8 @@ class Scheduler:
                 f"request {spec.id!r}: the prompt has {len(spec.prompt)} tokens, but the model's limit is {limit} "
                 "and one must be left to generate; shorten the prompt"
             )
-        if not spec.awaits_peer and self.config.role is Role.DECODE and self.config.load_failure is LoadFailure.FAIL:
+        decodes_only = self.config.role is Role.DECODE and self.config.load_failure is LoadFailure.FAIL
+        if decodes_only and not spec.awaits_peer and not spec.compute_prompt:
             raise RequestError(
                 f"request {spec.id!r} brings no KV from a prefill worker, and this worker computes no prompts; send it "
                 "to a prefill worker first, or let this worker compute it (kv_load_failure_policy recompute)"

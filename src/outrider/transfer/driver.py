@@ -322,7 +322,8 @@ class TransferDriver:
     def _report(self, hand_off: HandOff) -> None:
         moved = sum(self._load_bytes(load) for load in hand_off.landed)
         confirmed_s = self._clock() - hand_off.since_s if hand_off.phase is Phase.CONFIRMING else 0.0
-        settled = hand_off.settled(transferred_bytes=moved, confirmed_s=confirmed_s)
+        target_groups = self._layout.target_groups
+        settled = hand_off.settled(transferred_bytes=moved, confirmed_s=confirmed_s, target_groups=target_groups)
         self.counters.fetch_failures += bool(hand_off.failed or hand_off.reason)
         self.counters.transferred_tokens += settled.transferred_tokens
         self.counters.transferred_bytes += moved

@@ -102,6 +102,7 @@ class Lender:
                 lease=lease,
                 binding=binding,
                 expires_s=self._time_of_day() + self.limits.lease_s,
+                settings=first.settings,
             )
         )
 

@@ -84,6 +84,8 @@ class FirstToken(NamedTuple):
     logprobs: ScoredToken | None = None
     drafts: tuple[int, ...] = ()
     drafts_worth_asking: int | None = None
+    settings: bytes = b""
+    """Digest of the sampling settings that the token was drawn with."""
 
 
 class Fetched(NamedTuple):

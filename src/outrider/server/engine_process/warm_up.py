@@ -21,7 +21,7 @@ def warm_up(engine: Engine) -> None:
         )
     ):
         try:
-            engine.add_request(f"warm-up-{number}", prompt, params)
+            engine.add_request(f"warm-up-{number}", prompt, params, compute_prompt=True)
         except RequestError:
             # The context is too short for this request, but not for shorter ones.
             continue

@@ -70,6 +70,20 @@ class IgnoredFields(Fields):
     prompt_cache_retention: str | None = None
 
 
+class KVTransferParams(BaseModel):
+    """What a proxy sends to a prefill and to a decode worker, and a prefill worker answers. Engines fill in different
+    fields; only these are read, whatever the others hold."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    do_remote_decode: bool | None = None
+    """Asks a prefill worker to compute the prompt and to hold its KV for a decode worker."""
+    do_remote_prefill: bool | None = None
+    """Asks a decode worker to start from the KV that `ticket` leads to."""
+    ticket: str | None = None
+    """The ticket that the prefill worker returned; null if it had no room to hold the KV."""
+
+
 class SharedFields(IgnoredFields):
     """Fields that all routes that generate text have in common."""
 
@@ -87,6 +101,8 @@ class SharedFields(IgnoredFields):
     """Prompts with different salts share nothing in the prefix cache."""
     speculate: bool = True
     """False decodes without drafts. The text is the same."""
+    kv_transfer_params: KVTransferParams | None = None
+    """For prefill/decode disaggregation: sent by proxies."""
     return_token_origins: bool = False
     """Whether to report of each token if it is an accepted draft, a correction, a bonus token, or plain."""
 
