@@ -127,6 +127,8 @@ class Refused(Message, frozen=True, kw_only=True):
     lease: bytes = b""
     """The lease that is refused; empty if the worker is."""
     reason: str
+    signatures: list[Signature] = []
+    """The KV groups of the worker that refuses a greeting, so that its sender can tell what differs."""
 
 
 AnyMessage = Hello | Welcome | Fetch | Offered | Renew | Confirm | Confirmed | Release | Refused
