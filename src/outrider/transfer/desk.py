@@ -35,8 +35,8 @@ class Desk:
         digest_slots: Digest | None = None,
         hands_over: bool = True,
     ) -> None:
-        """`digest`: what a peer's `Hello` must carry (`offers.layout_digest`). `hands_over`: whether this worker computes
-        prompts for others; without that it refuses every greeting."""
+        """`digest`: what a peer's `Hello` must carry (`offers.layout_digest`). `hands_over`: whether this worker
+        computes prompts for others; without that it refuses every greeting."""
         self._engine = engine
         self._digest = digest
         self._signatures = tuple(signatures)
@@ -69,8 +69,7 @@ class Desk:
         if not self._hands_over:
             return Refused(
                 reason="the worker hands no KV over (kv_role kv_consumer); start it as kv_producer or kv_both, or name "
-                "another prefill worker",
-                signatures=wire,
+                "another prefill worker"
             )
         if hello.digest != self._digest:
             here = self._signatures[0].identity

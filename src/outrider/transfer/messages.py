@@ -128,7 +128,7 @@ class Refused(Message, frozen=True, kw_only=True):
     """The lease that is refused; empty if the worker is."""
     reason: str
     signatures: list[Signature] = []
-    """The KV groups of the worker that refuses a greeting, so that its sender can tell what differs."""
+    """The KV groups of a worker that refuses a greeting because they differ, so that its sender can tell in what."""
 
 
 AnyMessage = Hello | Welcome | Fetch | Offered | Renew | Confirm | Confirmed | Release | Refused
