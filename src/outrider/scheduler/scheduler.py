@@ -197,15 +197,17 @@ class Scheduler:
             self.roster.finish(request)
 
     def not_fetched(self, sequence_id: str) -> None:
-        """Note that no prefill worker holds this request's prompt: it is computed here, or fails."""
+        """Note that no prefill worker holds this request's prompt, or that it cannot wait for it any longer: it is
+        computed here, or fails."""
         self._repair()
-        request = self.roster.fetching.get(sequence_id)
-        if request is None:
+        request = self.requests.get(sequence_id)
+        if request is None or request.state not in (State.FETCHING, State.WAITING):
             return
         self._moving = True
+        request.remote, request.carried_drafts = None, 0
         if self.config.load_failure is LoadFailure.FAIL:
             self._fail(request)
-        else:
+        elif request.state is State.FETCHING:
             self.roster.wait(request)
         self._moving = False
 
@@ -471,7 +473,8 @@ class Scheduler:
             if request.id in with_rows or request.state is State.LOADING:
                 ended.append(request.id)
                 self._give_up(request, keep_end=False)
-            elif request.state is not State.WAITING:
+            elif request.state not in (State.WAITING, State.HELD):
+                # What is held was written by earlier steps; this one gave it no rows, only pages that it did not need.
                 self.roster.preempt(request, keep_end=False)
         return ended
 
@@ -507,6 +510,8 @@ class Scheduler:
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
+            # A step that was planned ahead has rows for what would have come after the first token.
+            request.flight.clear()
             self.roster.hold(request)
         else:
             self.roster.finish(request)

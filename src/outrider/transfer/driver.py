@@ -173,7 +173,7 @@ class TransferDriver:
             return
         hand_off.offer = offer
         self.counters.draft_groups_missing += peer.lacks_groups
-        self._enter(hand_off, Phase.QUEUED)
+        self._enter(hand_off, Phase.QUEUED, self.limits.lease_s)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
             self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
@@ -346,7 +346,11 @@ class TransferDriver:
             self._tell_released(hand_off)
 
     def _tell_released(self, hand_off: HandOff) -> None:
-        self._link.send(hand_off.peer, Release(lease=hand_off.ticket.lease, reader=self.engine))
+        """Tell P that its pages are not needed, unless a ticket that came again serves another request, or reads of a
+        request that was given up have not ended: the last of them tells it."""
+        lease = hand_off.ticket.lease
+        if self._hand_offs.of_lease(lease) in (None, hand_off) and not self._hand_offs.is_read(lease):
+            self._link.send(hand_off.peer, Release(lease=lease, reader=self.engine))
 
     def _settle_given_up(self) -> None:
         """Follow requests that the scheduler gave up: aborted, failed, or lost with an interrupted step."""
@@ -400,8 +404,8 @@ class TransferDriver:
             return
         hand_off = self._hand_offs.of_lease(message.lease)
         if hand_off is None or hand_off.peer != endpoint:
-            if isinstance(message, Offered):
-                # No request waits for it any more.
+            if isinstance(message, Offered) and not self._hand_offs.is_read(message.lease):
+                # No request waits for it any more, and it is not the repetition of an offer whose pages are being read.
                 self._link.send(endpoint, Release(lease=message.lease, reader=self.engine))
             return
         match message:
@@ -436,6 +440,8 @@ class TransferDriver:
             if any(load.group in self._layout.target_groups for load in hand_off.open.values()):
                 self._lose(hand_off)
             self._end_reads(hand_off)
+        elif hand_off.phase is Phase.QUEUED:
+            self._waited(hand_off, now_s)
         elif hand_off.asked_again:
             hand_off.reason = "the prefill worker does not answer"
             if hand_off.phase is Phase.CONFIRMING:
@@ -449,6 +455,15 @@ class TransferDriver:
                 self._send_confirm(hand_off)
             elif peer is not None and peer.engine is not None and not peer.fencing:
                 self._ask(hand_off, peer)
+
+    def _waited(self, hand_off: HandOff, now_s: float) -> None:
+        """Let a request go on waiting for pages, unless this worker holds pages for others: two workers that hold for
+        each other what each of them waits for would wait for ever."""
+        if self.lender.leases:
+            self._tell_released(hand_off)
+            self._not_fetched(hand_off, "no pages became free in time, while this worker holds some for others")
+        else:
+            hand_off.deadline_s = now_s + self.limits.lease_s
 
     def _end_reads(self, hand_off: HandOff) -> None:
         """Cut off a peer that has not sent everything in time: otherwise what is missing may still land at any time."""

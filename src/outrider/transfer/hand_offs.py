@@ -141,6 +141,10 @@ class HandOffs:
         """Returns the hand-off that a read belongs to; None if it has ended before."""
         return self._by_read.pop(number, None)
 
+    def is_read(self, lease: bytes) -> bool:
+        """Whether reads under a lease have not ended, though their hand-off may have been given up."""
+        return any(each.ticket.lease == lease for each in self._by_read.values())
+
     def reads_of(self, sequence: str) -> set[int]:
         return {number for number, each in self._by_read.items() if each.sequence == sequence}
 

@@ -34,7 +34,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "sliding": any(group.window for group in scenario.target),
         "sliding_drafts": any(group.window for group in scenario.draft) and drafting,
         "split": scenario.split,
-        "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
+        "other_weights": any(peer.weights != WEIGHTS for peer in scenario.peers),
         "ends": bool(windows) and scenario.retention != "dense" and scenario.prefix_caching,
         "tier": scenario.tier_probability > 0 or scenario.host_probability > 0,
         "host_tier": bool(windows) and scenario.host_probability > 0,

@@ -15,6 +15,7 @@ from outrider.kv.retention import Retention
 from outrider.kv.sizing import worst_case_pages
 from outrider.scheduler import LoadFailure, RequestSpec, Role, SchedulerConfig
 from outrider.tools.sim.plain import LARGEST
+from outrider.transfer.records import TransferLimits
 
 STOP_TOKENS = frozenset({0})
 
@@ -82,18 +83,47 @@ class RequestDraw:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultDraw:
-    """An event from outside: a request is aborted, a worker dies or is interrupted, or its prefix cache is emptied."""
+    """An event from outside: a request is aborted; a worker dies, stops for a while or is interrupted, or its prefix
+    cache is emptied."""
 
     at: int
+    """Tick of the event; with a phase, the number of ticks after the request has come into it."""
     kind: str
     """One of OUTSIDE_FAULTS."""
     target: str
-    """The name of a request for "abort", else of a worker."""
+    """The name of a request for "abort" and for every fault with a phase, else of a worker."""
+    phase: str = ""
+    """One of PHASES: the fault waits until the request's hand-off has come so far."""
+    side: str = ""
+    """One of SIDES, with a phase: which worker of the request's hand-off the fault befalls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerDraw:
+    """A worker beside the first one. Its target and drafter may have other page sizes."""
+
+    name: str
+    role: str
+    """One of PEER_ROLES."""
+    target_pages: tuple[int, ...]
+    draft_pages: tuple[int, ...] = ()
+    drafter: str = "same"
+    """One of PEER_DRAFTERS, by which the worker drafts."""
+    weights: str = "sim"
+    """KV of other weights than its own is refused by a decode worker."""
 
 
 WEIGHTS = "sim"
+FIRST = "decode"
+"""Name of the first worker, which every scenario has."""
 
-OUTSIDE_FAULTS = ("abort", "death", "interrupt", "reset")
+OUTSIDE_FAULTS = ("abort", "death", "interrupt", "reset", "stop")
+PHASES = ("queued", "held", "fetching", "waiting", "reading", "confirming", "decoding")
+"""Where a hand-off stands: queued or computed at the prefill worker, held there and not claimed, asked for, waiting
+for pages at the decode worker, being read, being confirmed, done."""
+SIDES = ("prefill", "decode")
+PEER_ROLES = ("prefill", "decode", "both")
+PEER_DRAFTERS = ("same", "other", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +133,18 @@ class Scenario:
     """The way in which the drafter treats KV: a name of ARCHETYPES."""
     target: tuple[GroupDraw, ...]
     draft: tuple[GroupDraw, ...]
-    peer_target_pages: tuple[int, ...] = ()
-    """Page sizes of the prefill worker's target groups; empty if one worker prefills and decodes."""
-    peer_draft_pages: tuple[int, ...] = ()
-    peer_drafts: bool = True
-    peer_weights: str = WEIGHTS
-    """The weights of the prefill worker; a decode worker refuses KV of other weights than its own."""
+    peers: tuple[PeerDraw, ...] = ()
+    """Workers beside the first one; none if one worker prefills and decodes."""
+    first_prefills: bool = False
+    """Whether the first worker computes prompts for others too, although it has peers."""
+    held_share: float = 1.0
+    """Share of each arena that a worker holds for others at most."""
+    compare_bytes: bool = False
+    """Whether both workers of a hand-off compare digests of what was read."""
+    message_faults: float = 0.0
+    """Probability that a control message is lost, late or duplicated."""
+    ticket_faults: float = 0.0
+    """Probability that the router brings a ticket late, twice, damaged, or to another prompt."""
     drafter_max_len: int | None = None
     block_rows: int = 0
     """Least number of rows in a block, for a drafter that drafts in blocks."""
@@ -139,10 +175,39 @@ class Scenario:
 
     @property
     def split(self) -> bool:
-        """Whether there is a prefill worker beside the decode worker."""
-        return bool(self.peer_target_pages)
+        """Whether some workers compute prompts for others."""
+        return bool(self.peers)
 
-    def footprint(self, draft: tuple[GroupDraw, ...]) -> KVFootprint:
+    @property
+    def limits(self) -> TransferLimits:
+        """Limits of hand-offs in ticks."""
+        return TransferLimits(lease_s=60.0, renew_s=10.0, answer_s=16.0, read_s=30.0, held_share=self.held_share)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return (FIRST, *(peer.name for peer in self.peers))
+
+    @property
+    def prefillers(self) -> tuple[str, ...]:
+        """Workers that prompts may be sent to for a hand-over."""
+        first = (FIRST,) if self.first_prefills else ()
+        return first + tuple(peer.name for peer in self.peers if peer.role != "decode")
+
+    @property
+    def decoders(self) -> tuple[str, ...]:
+        return (FIRST, *(peer.name for peer in self.peers if peer.role != "prefill"))
+
+    def peer(self, name: str) -> PeerDraw | None:
+        """Returns the draw of a worker; None for the first one."""
+        return next((peer for peer in self.peers if peer.name == name), None)
+
+    def role(self, name: str) -> Role:
+        peer = self.peer(name)
+        if peer is None:
+            return Role.DECODE if self.peers and not self.first_prefills else Role.BOTH
+        return Role(peer.role)
+
+    def footprint(self, draft: tuple[GroupDraw, ...], fingerprint: str = "sim") -> KVFootprint:
         archetype = ARCHETYPES[self.archetype]
         return archetype.declare(
             self.archetype,
@@ -150,20 +215,20 @@ class Scenario:
                 groups=tuple(group.spec(f"draft{i}") for i, group in enumerate(draft)) if archetype.owns_kv else (),
                 taps=(1, 3) if archetype.reads_taps else (),
                 max_len=self.drafter_max_len,
-                fingerprint="sim",
+                fingerprint=fingerprint,
                 block_rows=self.block_rows,
             ),
         )
 
-    def layout(self, *, peer: bool = False) -> KVLayout:
-        target, draft = self.target, self.draft
-        if peer:
-            target = tuple(replace(g, page_tokens=p) for g, p in zip(target, self.peer_target_pages, strict=True))
-            draft = tuple(replace(g, page_tokens=p) for g, p in zip(draft, self.peer_draft_pages, strict=True))
+    def layout(self, worker: str = FIRST) -> KVLayout:
+        target, draft, peer = self.target, self.draft, self.peer(worker)
+        if peer is not None:
+            target = tuple(replace(g, page_tokens=p) for g, p in zip(target, peer.target_pages, strict=True))
+            draft = tuple(replace(g, page_tokens=p) for g, p in zip(draft, peer.draft_pages, strict=True))
         specs = tuple(group.spec(f"target{i}") for i, group in enumerate(target))
-        if peer and not self.peer_drafts:
+        if peer is not None and peer.drafter == "none":
             return KVLayout(target=specs)
-        return KVLayout(target=specs, footprint=self.footprint(draft))
+        return KVLayout(target=specs, footprint=self.footprint(draft, _fingerprint(peer)))
 
     def scheduler_config(self, role: Role) -> SchedulerConfig:
         return SchedulerConfig(
@@ -175,17 +240,18 @@ class Scenario:
             load_failure=LoadFailure(self.load_failure),
         )
 
-    def kv_config(self, layout: KVLayout, *, peer: bool = False) -> KVConfig:
+    def kv_config(self, layout: KVLayout, worker: str = FIRST) -> KVConfig:
         """Returns a configuration with memory for the largest request, and the slack on top."""
+        peer = self.peer(worker)
         roomy = KVConfig(
-            identity=CacheIdentity(weights=self.peer_weights if peer else WEIGHTS),
+            identity=CacheIdentity(weights=WEIGHTS if peer is None else peer.weights),
             arena_pages=(1 << 20,) * len(layout.arena_page_bytes),
             max_model_len=self.max_model_len,
             step_tokens=min(self.max_chunk_tokens, self.max_num_batched_tokens),
             steps_ahead=2 if self.step_in_flight else 1,
             prefix_caching=self.prefix_caching,
             retention=Retention.of(self.retention),
-            keep_margin=layout.margin if peer else 0,
+            keep_margin=layout.margin if worker in self.prefillers else 0,
         )
         if self.one_by_one:
             return replace(roomy, arena_pages=self._ample_pages(layout))
@@ -212,6 +278,10 @@ class Scenario:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _fingerprint(peer: PeerDraw | None) -> str:
+    return "other" if peer is not None and peer.drafter == "other" else "sim"
 
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 8, 16)
@@ -247,9 +317,7 @@ class Drawing:
             archetype=archetype,
             target=target,
             draft=draft,
-            peer_target_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in target) if split else (),
-            peer_draft_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in draft) if split else (),
-            peer_drafts=r.random() < 0.85,
+            peers=self.prefill_worker(target, draft, split),
             drafter_max_len=r.choice((None, None, None, r.randint(8, 70))),
             max_model_len=r.choice((256, 256, r.randint(40, 90))),
             arena_slack=20.0 if one_by_one else r.choice((0.0, 0.0, 0.25, 1.0, 4.0)),
@@ -267,6 +335,18 @@ class Drawing:
             requests=requests,
             faults=() if one_by_one else self.outside_faults(requests, split, horizon),
         )
+
+    def prefill_worker(
+        self, target: tuple[GroupDraw, ...], draft: tuple[GroupDraw, ...], split: bool
+    ) -> tuple[PeerDraw, ...]:
+        r = self.random
+        target_pages = tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in target) if split else ()
+        draft_pages = tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in draft) if split else ()
+        drafter = "same" if r.random() < 0.85 else "none"
+        peer = PeerDraw(
+            name="prefill", role="prefill", target_pages=target_pages, draft_pages=draft_pages, drafter=drafter
+        )
+        return (peer,) if split else ()
 
     def target_groups(self) -> tuple[GroupDraw, ...]:
         shape = self.random.choice(("f", "f", "s", "fs", "fs", "fss", "ss", "ff"))
@@ -331,9 +411,11 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
         requests = with_media(requests, random)
     if scenario.draft and not scenario.one_by_one and random.random() < 0.1:
         scenario, requests = squeezed(scenario, requests, random)
-    peer_weights = "another" if scenario.split and random.random() < 0.05 else WEIGHTS
+    peers = scenario.peers
+    if scenario.split and random.random() < 0.05:
+        peers = (replace(peers[0], weights="another"),)
     block_rows = random.choice((0, 2, 5, 8)) if scenario.draft else 0
-    scenario = replace(scenario, requests=requests, faults=faults, peer_weights=peer_weights, block_rows=block_rows)
+    scenario = replace(scenario, requests=requests, faults=faults, peers=peers, block_rows=block_rows)
     if random.random() < 0.15:
         scenario = large_beside_small(scenario, random)
     scenario = with_retention(scenario, random)
@@ -391,11 +473,12 @@ def large_beside_small(scenario: Scenario, random: Random) -> Scenario:
         GroupDraw(page_tokens=small, slot_bytes=4, window=random.choice((3, 5, 8, 9))),
     )
     draft = (GroupDraw(page_tokens=small, slot_bytes=4, window=random.choice((3, 5, 8))),) if scenario.draft else ()
-    peer: dict[str, Any] = {}
-    if scenario.split:
-        peer["peer_target_pages"] = tuple(random.choice((g.page_tokens, g.page_tokens * 2)) for g in target)
-        peer["peer_draft_pages"] = tuple(random.choice((g.page_tokens, 3)) for g in draft)
-    return replace(scenario, target=target, draft=draft, **peer)
+    peers = []
+    for peer in scenario.peers:
+        target_pages = tuple(random.choice((g.page_tokens, g.page_tokens * 2)) for g in target)
+        draft_pages = tuple(random.choice((g.page_tokens, 3)) for g in draft)
+        peers.append(replace(peer, target_pages=target_pages, draft_pages=draft_pages))
+    return replace(scenario, target=target, draft=draft, peers=tuple(peers))
 
 
 RETENTIONS = ("dense", "dense", "tail", "tail", "5", "24")
@@ -425,6 +508,60 @@ def squeezed(
     return replace(scenario, target=tuple(target), arena_slack=random.choice((0.0, 0.25))), requests
 
 
+def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
+    """Draw more workers, and what goes wrong between them. Some scenarios aim at one phase of hand-offs."""
+    r = random
+    scenario = replace(
+        scenario,
+        peers=_more_peers(scenario, r),
+        first_prefills=r.random() < 0.15,
+        held_share=r.choice((0.25, 0.5, 1.0, 1.0)),
+        compare_bytes=r.random() < 0.5,
+        message_faults=r.choice((0.0, 0.0, 0.1, 0.3)),
+        ticket_faults=r.choice((0.0, 0.0, 0.2, 0.5)),
+        arena_slack=r.choice((scenario.arena_slack, scenario.arena_slack, 1.0, 4.0)),
+    )
+    faults = scenario.faults
+    for name in scenario.workers:
+        if r.random() < 0.1:
+            faults += (FaultDraw(at=r.randint(1, 80), kind="stop", target=name),)
+    for _ in range(r.choice((0, 0, 1, 1, 2, 3))):
+        kind = r.choice(("abort", "abort", "death", "stop", "interrupt", "reset"))
+        faults += (
+            FaultDraw(
+                at=r.choice((0, 0, 0, 1, 2, 4)),
+                kind=kind,
+                target=r.choice(scenario.requests).id,
+                phase=r.choice(PHASES),
+                side="" if kind == "abort" else r.choice(SIDES),
+            ),
+        )
+    scenario = replace(scenario, faults=faults)
+    if r.random() < 0.1:
+        scenario = replace(scenario, host_probability=r.choice((0.5, 1.0)))
+    return scenario
+
+
+def _more_peers(scenario: Scenario, r: Random) -> tuple[PeerDraw, ...]:
+    """Returns one to three prefill workers and up to two more decode workers."""
+    (first,) = scenario.peers
+    roles = ["prefill"] * r.choice((0, 0, 1, 2)) + ["decode"] * r.choice((0, 0, 1, 2))
+    peers = [replace(first, drafter="other") if scenario.draft and r.random() < 0.07 else first]
+    for number, role in enumerate(roles, start=2):
+        odd = r.random()
+        peers.append(
+            PeerDraw(
+                name=f"{role}{number}",
+                role="both" if r.random() < 0.15 else role,
+                target_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in scenario.target),
+                draft_pages=tuple(r.choice((g.page_tokens, r.choice(PAGE_SIZES))) for g in scenario.draft),
+                drafter="none" if odd < 0.1 else "other" if odd < 0.2 else "same",
+                weights="another" if r.random() < 0.04 else WEIGHTS,
+            )
+        )
+    return tuple(peers)
+
+
 PLACEHOLDER = 9
 """The token id at every media position, so that only the content tells media apart."""
 
@@ -449,5 +586,7 @@ def with_media(requests: tuple[RequestDraw, ...], random: Random) -> tuple[Reque
 
 def draw(seed: int, index: int) -> Scenario:
     """Returns scenario number `index` of a seed."""
-    scenario = Drawing(Random(f"outrider:{seed}:{index}"), seed=(seed * 1_000_003 + index) % (LARGEST + 1)).scenario()
-    return with_extras(scenario, Random(f"outrider:{seed}:{index}:extras"))
+    name = f"outrider:{seed}:{index}"
+    scenario = Drawing(Random(name), seed=(seed * 1_000_003 + index) % (LARGEST + 1)).scenario()
+    scenario = with_extras(scenario, Random(f"{name}:extras"))
+    return with_hand_offs(scenario, Random(f"{name}:hand-offs")) if scenario.split else scenario
