@@ -48,7 +48,7 @@ READS = 5
 GREETINGS = 20
 LABEL = re.compile(r"weights (?P<weights>.*), dtype (?P<dtype>.*), layout (?P<layout>.*), (?P<part>part \d+ of \d+)")
 """What `CacheIdentity.label` is made of."""
-SHOWN_CHARACTERS = 20
+SHOWN_CHARACTERS = 40
 ADVICE = {
     "weights": "load the same model files on both workers",
     "dtype": "give both workers the same --dtype, and --expand-weights on both or on neither",
@@ -314,13 +314,11 @@ def _look_at_groups(report: PeerReport, own: OwnSide, theirs: Sequence[GroupSign
         report.findings.append(Finding("drafter", f"the same, in {counted(len(drafts), 'group')}"))
     else:
         report.usable = "target"
-        names = [signature.name for signature in theirs if signature.owner != "target"]
-        lacking = [signature.name for signature in drafts if signature not in theirs]
-        there = f"has others ({', '.join(names)})" if names else "has none"
+        there = "another one" if any(signature.owner != "target" for signature in theirs) else "none with KV"
         report.findings.append(
             Finding(
                 "drafter",
-                f"the worker {there} where this engine needs {', '.join(lacking)}: only the target's KV would move",
+                f"the worker runs {there}: only the target's KV would move",
                 Status.NOTE,
                 "give both workers the same --speculative-config, for as many accepted drafts as a single worker has",
             )

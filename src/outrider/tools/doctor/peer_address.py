@@ -18,8 +18,8 @@ from outrider.tools.doctor.findings import Finding, Status
 ROUTE = "/kv_transfer"
 HTTP_LIMIT_S = 10.0
 CONNECT_LIMIT_S = 5.0
+ANSWER_LIMIT_S = 3.0
 ANSWER_BYTES_MAX = 1 << 20
-GREETING_BYTES = 64
 MECHANISM = slice(12, 32)
 """Where a ZMTP greeting names how its connections are protected."""
 START_ADVICE = 'start it with --kv-transfer-config \'{"kv_role": "kv_producer"}\' and the --cluster-key of all workers'
@@ -59,11 +59,10 @@ def ask_http(url: str, api_key: str | None) -> PeerFacts:
             raise _refused(where, error.code, error.read(ANSWER_BYTES_MAX), has_key=api_key is not None) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Unusable(
-            "HTTP",
-            f"nothing answers at {where}: {reason}",
-            "check the address and the port, and that the server is running and no firewall is between",
-        ) from None
+        advice = "check the address and the port, and that the server is running and no firewall is between"
+        if _is_endpoint(url):
+            advice = f"this is a worker's KV endpoint: write {urlsplit(url).netloc}, without http://"
+        raise Unusable("HTTP", f"no HTTP answer from {where}: {reason}", advice) from None
     except Exception as error:
         # http.client raises errors of its own for what is no HTTP.
         raise Unusable(
@@ -73,6 +72,17 @@ def ask_http(url: str, api_key: str | None) -> PeerFacts:
         return msgspec.json.decode(body, type=PeerFacts)
     except msgspec.MsgspecError:
         raise _stranger(where) from None
+
+
+def _is_endpoint(url: str) -> bool:
+    """Whether a URL names the endpoint of a worker instead of its HTTP address."""
+    try:
+        where = urlsplit(url)
+        if where.hostname is None or where.port is None:
+            return False
+        return what_speaks(where.hostname, where.port) is Speaks.CURVE
+    except (OSError, ValueError):
+        return False
 
 
 def _stranger(where: str) -> Unusable:
@@ -117,40 +127,51 @@ def _problem_of(body: bytes) -> dict[str, Any]:
 class Speaks(Enum):
     """What a port turns out to be."""
 
-    CURVE = "messages under a cluster key"
-    OTHER_ZMQ = "ZMQ without encryption"
-    HTTP = "HTTP"
-    NOTHING = "nothing"
-    UNKNOWN = "something else"
+    CURVE = "answers as a worker does"
+    OTHER_ZMQ = "speaks ZMQ, but without encryption"
+    HTTP = "speaks HTTP"
+    NOTHING = "accepts connections, but answers nothing"
+    UNKNOWN = "speaks another protocol"
 
 
-def greeting_of(host: str, port: int) -> Speaks:
-    """Returns what a port answers to the first bytes of the protocol that carries control messages (ZMTP, RFC 23).
-    These come before any key. Raises OSError if there is no connection."""
-    ours = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-    assert len(ours) == GREETING_BYTES
-    with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as connection:
-        received = b""
-        try:
-            connection.sendall(ours)
-            while len(received) < GREETING_BYTES and (more := connection.recv(GREETING_BYTES)):
-                received += more
-        except OSError:
-            pass  # What came before says enough.
+OUR_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""The first bytes of the protocol that carries control messages (ZMTP, RFC 23). They come before any key."""
+
+
+def what_speaks(host: str, port: int) -> Speaks:
+    """Returns what a port answers to greetings. Raises OSError if there is no connection."""
+    received = _answer_to(OUR_GREETING, host, port)
+    # A server waits for the end of a request's line, which the greeting does not have.
+    if not received and _answer_to(b"HEAD / HTTP/1.0\r\n\r\n", host, port).startswith(b"HTTP/"):
+        return Speaks.HTTP
     if not received:
         return Speaks.NOTHING
     if received.startswith(b"HTTP/"):
         return Speaks.HTTP
-    if received[:1] != b"\xff" or len(received) < GREETING_BYTES:
+    if received[:1] != OUR_GREETING[:1] or len(received) < len(OUR_GREETING):
         return Speaks.UNKNOWN
     return Speaks.CURVE if received[MECHANISM].rstrip(b"\0") == b"CURVE" else Speaks.OTHER_ZMQ
+
+
+def _answer_to(sent: bytes, host: str, port: int) -> bytes:
+    """Returns the first bytes that a port answers, at most as many as a greeting has."""
+    received = b""
+    with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as connection:
+        connection.settimeout(ANSWER_LIMIT_S)
+        try:
+            connection.sendall(sent)
+            while len(received) < len(OUR_GREETING) and (more := connection.recv(len(OUR_GREETING))):
+                received += more
+        except OSError:
+            pass  # What came before says enough.
+    return received
 
 
 def check_endpoint(endpoint: str) -> None:
     """Raises Unusable unless a worker of some cluster listens at this endpoint, which is HOST:PORT."""
     host, port = endpoint_parts(endpoint)
     try:
-        speaks = greeting_of(host, port)
+        speaks = what_speaks(host, port)
     except OSError as error:
         raise Unusable(
             "endpoint",
@@ -164,7 +185,7 @@ def check_endpoint(endpoint: str) -> None:
         Speaks.HTTP: f"this is a worker's HTTP address: write http://{endpoint}",
         Speaks.NOTHING: "the process is stopped or overloaded, or it is no worker: look at it, or restart it",
     }.get(speaks, "name the HTTP address of a worker, or the endpoint that its /kv_transfer shows")
-    raise Unusable("endpoint", f"{endpoint} answers with {speaks.value}, not as a worker", advice)
+    raise Unusable("endpoint", f"{endpoint} {speaks.value}", advice)
 
 
 def endpoint_parts(endpoint: str) -> tuple[str, int]:
