@@ -73,11 +73,12 @@ def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
     )
     names = ", ".join(config.served_model_names or (facts.model_name,))
     keys = counted(len(config.api_keys), "API key") if config.api_keys else "no API key needed"
+    peers = "" if facts.transfer is None else f" · {facts.transfer.role}, KV at {facts.transfer.endpoint}"
     errors.print(
         Text(f"serving {names}", style="bold")
         + Text(
             f" at {url}/v1 · playground at {url}/ · {drafting} · {facts.max_model_len:,} tokens · "
-            f"{facts.device}, {facts.dtype} · {keys}"
+            f"{facts.device}, {facts.dtype} · {keys}{peers}"
         ),
         soft_wrap=True,
     )

@@ -261,6 +261,8 @@ class Engine:
                 sequence_id = continuations[0].sequence_id
                 live.takes_first_token = params.n == 1 and opened.settings == settings_digest(params)
                 self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=live.takes_first_token)
+            elif self.transfers is not None and ticket is None:
+                self.transfers.note_plain_prompt()
         except BaseException:
             # Either all parts know the request, or none does.
             self._live.drop_all(live)

@@ -109,7 +109,7 @@ class EngineTransfers:
             scheduler, self.link, lender, clock=time.monotonic, time_of_day=time.time, checks=checks
         )
         self.recomputed_prompts = 0
-        """Number of prompts that were computed here although a prefill worker had computed them."""
+        """Number of prompts that were computed here although a prefill worker was to compute them."""
 
     def _digest_held(self, group: int, held: OfferedGroup, interval: Interval) -> bytes:
         return self._store.slots_digest(group, held.pages, interval)
@@ -143,6 +143,10 @@ class EngineTransfers:
     def fetch(self, sequence: str, ticket: Ticket, tokens: Sequence[int], salt: str, *, takes_token: bool) -> None:
         self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
 
+    def note_plain_prompt(self) -> None:
+        """Count a prompt that came without KV to a worker that only decodes otherwise."""
+        self.recomputed_prompts += not self.config.hands_over
+
     def decline(self, ticket: Ticket) -> None:
         """Let a prefill worker know that its KV is not needed."""
         self.recomputed_prompts += 1
@@ -159,7 +163,7 @@ class EngineTransfers:
         for answer in fetched:
             if answer.offer is None:
                 self.recomputed_prompts += 1
-                logger.warning("no KV came for request %s: %s", answer.sequence, answer.reason)
+                logger.warning("no KV came from %s for request %s: %s", answer.peer, answer.sequence, answer.reason)
         return fetched
 
     def start_loads(self) -> None:
@@ -170,7 +174,9 @@ class EngineTransfers:
         for hand_off in settled:
             if hand_off.reason:
                 self.recomputed_prompts += not hand_off.transferred_tokens
-                logger.warning("not all KV came for request %s: %s", hand_off.sequence, hand_off.reason)
+                logger.warning(
+                    "not all KV came from %s for request %s: %s", hand_off.peer, hand_off.sequence, hand_off.reason
+                )
         return settled
 
     # ---- waiting -----------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class TransferDriver:
     def _not_fetched(self, hand_off: HandOff, reason: str) -> None:
         self.counters.fetch_failures += 1
         self._hand_offs.forget(hand_off)
-        self._fetched.append(Fetched(hand_off.sequence, None, reason))
+        self._fetched.append(Fetched(hand_off.sequence, None, hand_off.without_address(reason), hand_off.peer))
         self._scheduler.not_fetched(hand_off.sequence)
 
     def _enter(self, hand_off: HandOff, phase: Phase, limit_s: float = 0.0) -> None:

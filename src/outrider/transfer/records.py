@@ -95,3 +95,5 @@ class Fetched(NamedTuple):
     offer: Offer | None
     """None if there is none: the request is computed here, or fails, as the scheduler is configured."""
     reason: str = ""
+    peer: str = ""
+    """Endpoint of the prefill worker, for logs: clients must not learn it."""

@@ -31,3 +31,5 @@ def warm_up(engine: Engine) -> None:
         engine.step()
     engine.reset_prefix_cache()
     engine.speculation.clear()
+    if engine.transfers is not None:
+        engine.transfers.recomputed_prompts = 0

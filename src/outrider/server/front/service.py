@@ -14,6 +14,7 @@ from outrider.server.front.problems import Problem, queue_full, transfer_failed,
 from outrider.server.front.streams import Arrival, Job
 from outrider.server.front.supervisor import State, Supervisor
 from outrider.server.front.tokens import TokenTexts
+from outrider.server.front.transfers import FIELD
 from outrider.server.messages import Accepted, Delta, Facts, Pages, Refused, Submit
 from outrider.server.observe.metrics import Metrics
 from outrider.server.observe.tracing import Tracer
@@ -234,7 +235,8 @@ class Answers:
                 raise Problem(item.message, status=500, type="server_error", code="engine_error")
             if item.is_for_now:
                 raise unavailable(item.message)
-            raise Problem(item.message)
+            # A message about a field begins with its name.
+            raise Problem(item.message, param=FIELD if item.message.startswith(FIELD) else None)
         if isinstance(item, Exception):
             raise item
         return arrival

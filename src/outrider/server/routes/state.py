@@ -65,7 +65,6 @@ async def kv_transfer(request: Request) -> Response:
     """What a proxy and `outrider doctor --peer` must know: role, endpoint, what must be equal on both workers, and
     counters since the engine process started."""
     service = service_of(request)
-    service.check_ready()
     facts = service.facts.transfer
     if facts is None:
         raise Problem(
