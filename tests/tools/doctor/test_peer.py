@@ -31,6 +31,7 @@ from outrider.tools.doctor.findings import Finding, Status
 from outrider.tools.doctor.peer import OwnSide, PeerReport, examine_peer
 from outrider.transfer.links import nixl_agent
 from outrider.transfer.messages import PROTOCOL
+from outrider.transfer.offers import layout_digest
 
 KEY, OTHER_KEY = "the key of all workers here", "the key of some other cluster"
 API_KEY = "key-of-the-tests"
@@ -177,6 +178,11 @@ def test_without_nixl_the_advice_is_to_install_it(model: Path, plain: str, monke
     nixl_agent.load_nixl.cache_clear()
     try:
         assert "pip install 'outrider[pd]'" in str(only_problem(examine_peer(plain, own)).advice)
+        # What the route says still tells whether the workers fit.
+        with web_server(200, facts(layout_digest=layout_digest(own.layout, own.identity).hex())) as url:
+            assert "like this engine's" in only_problem(examine_peer(url, own)).text
+        with web_server(200, facts()) as url:
+            assert "differs from this engine's" in only_problem(examine_peer(url, own)).text
     finally:
         nixl_agent.load_nixl.cache_clear()
 

@@ -134,7 +134,12 @@ def examine_peer(address: str, own: OwnSide, *, api_key: str | None = None) -> P
         try:
             load_nixl()
         except ConfigError as error:
-            raise Unusable("NIXL", "it is needed to read from other workers, and cannot be used", str(error)) from None
+            text = "it is needed to read from other workers, and cannot be used here"
+            if facts is not None:
+                same = facts.layout_digest == layout_digest(own.layout, own.identity).hex()
+                verdict = "is like this engine's" if same else "differs from this engine's"
+                text += f"; by its digest, the worker's target KV {verdict}"
+            raise Unusable("NIXL", text, str(error)) from None
         check_endpoint(endpoint)
         _shake_hands(report, own, endpoint, facts)
     except Unusable as unusable:
