@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli import bench as cli
+from outrider.cli.bench_transfer import print_report
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError, TransferError
 from outrider.tools.bench import transfer
@@ -115,6 +116,7 @@ def test_the_overhead_leaves_out_what_the_bytes_cost() -> None:
     [
         (["--only", "everything"], "links or first-tokens"),
         (["--transport", "smoke"], "auto, cma, tcp"),
+        (["--device", "cuda"], "--device cpu"),
         (["--no-speculation", "--prompt-tokens", "9000", "--only", "first-tokens"], "--prompt-tokens"),
     ],
 )
@@ -127,13 +129,18 @@ def test_what_cannot_be_measured_is_refused(options: list[str], message: str) ->
 
 
 @pytest.mark.slow
-def test_two_processes_answer_as_one_worker_does() -> None:
+def test_two_processes_answer_as_one_worker_does(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("nixl_cu12")
-    config = TransferBenchConfig(engine=SMALL, links=False, prompt_tokens=(40, 20), rounds=2)
+    config = TransferBenchConfig(
+        engine=SMALL, page_tokens=(16,), moved_tokens=40, prompt_tokens=(40, 20), rounds=2, transport="tcp"
+    )
     report = transfer.measure(config)
-    assert report["links"] is None
+    print_report(report)
+    printed = capsys.readouterr().out
+    for words in ("over tcp", "nixl, tcp", "P confirms", "beyond moving the bytes", "4 of 4 texts"):
+        assert words in printed
     found = report["first_tokens"]
-    assert found["transport"] in ("cma", "tcp")
+    assert found["transport"] == "tcp"
     assert found["first_contact_ms"] > 0
     assert [row["prompt_tokens"] for row in found["prompts"]] == [20, 40]
     for row in found["prompts"]:

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,17 +26,21 @@ from tests.transfer.links.running import Prefiller
 from outrider.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.tools.bench.transfer_links import start_worker
+from outrider.tools.bench.transfer_pages import PagedMemory
 from outrider.tools.bench.transfer_worker import engine_settings
 from outrider.tools.doctor import peer_address
 from outrider.tools.doctor.findings import Finding, Status
 from outrider.tools.doctor.peer import OwnSide, PeerReport, examine_peer
+from outrider.transfer.desk import Desk
+from outrider.transfer.leases import LeaseBook
 from outrider.transfer.links import nixl_agent
+from outrider.transfer.links.nixl import NixlLink
 from outrider.transfer.messages import PROTOCOL
 from outrider.transfer.offers import layout_digest
 
 KEY, OTHER_KEY = "the key of all workers here", "the key of some other cluster"
 API_KEY = "key-of-the-tests"
-OURS = KVTransferConfig(kv_role="kv_consumer", cluster_key=KEY, answer_limit_s=2.0)
+OURS = KVTransferConfig(kv_role="kv_consumer", cluster_key=KEY, answer_limit_s=20.0)
 SERVE = ("--backend", "reference", "--num-threads", "1", "--kv-cache-memory-bytes", "8M", "--no-speculation")
 
 
@@ -135,13 +140,32 @@ def test_another_drafter_leaves_the_targets_kv(model: Path, plain: str) -> None:
         assert any("another one" in each.text for each in report.findings)
 
 
+def test_another_version_of_the_protocol_is_named(model: Path) -> None:
+    own = own_side(settings(model))
+    desk = Desk(
+        engine="other",
+        digest=b"another protocol",
+        signatures=own.signatures,
+        leases=LeaseBook(30.0),
+        clock=time.monotonic,
+    )
+    pages = PagedMemory(own.shape, num_tokens=16, seed=0)
+    link = NixlLink(pages.map, desk, own.key, host="127.0.0.1", port=0, engine="other")
+    try:
+        problem = only_problem(examine_peer(link.endpoint, own))
+    finally:
+        link.close()
+    assert problem.name == "protocol"
+    assert "same version" in str(problem.advice)
+
+
 def test_a_decode_worker_hands_nothing_over(model: Path) -> None:
     with worker(settings(model), "kv_consumer") as endpoint:
         assert "kv_role kv_consumer" in only_problem(examine_peer(endpoint, own_side(settings(model)))).text
 
 
 def test_another_key_is_told_from_no_answer(model: Path, plain: str) -> None:
-    report = examine_peer(plain, own_side(settings(model), replace(OURS, cluster_key=OTHER_KEY)))
+    report = examine_peer(plain, own_side(settings(model), replace(OURS, cluster_key=OTHER_KEY, answer_limit_s=1.0)))
     problem = only_problem(report)
     assert problem.name == "cluster key"
     assert "--cluster-key" in str(problem.advice)

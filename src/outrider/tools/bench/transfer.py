@@ -67,6 +67,10 @@ def measure(
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Runs everything; returns plain data, ready for JSON."""
+    if config.engine.device.startswith("cuda"):
+        raise ConfigError(
+            "KV in a GPU's memory cannot be handed over yet, so nothing can be measured; use --device cpu"
+        )
     missing = why_no_nixl()
     engine = replace(config.engine, device="cpu")
     links, first_tokens, workers = None, None, None

@@ -267,17 +267,19 @@ def _explain_refusal(report: PeerReport, own: OwnSide, refused: Refused) -> None
     """Adds a finding for each thing that differs."""
     theirs = tuple(GroupSignature.of(signature) for signature in refused.signatures)
     findings = _differences(own, theirs)
-    if findings:
-        report.findings += findings
-    else:
-        report.findings.append(Finding("handshake", f"refused: {refused.reason}", Status.PROBLEM))
+    if not theirs:
+        findings = [Finding("handshake", f"refused: {refused.reason}", Status.PROBLEM)]
+    elif not findings:
+        text = "the target's KV is the same, so the worker speaks another version of the protocol"
+        findings = [Finding("protocol", text, Status.PROBLEM, "run the same version of Outrider on both")]
+    report.findings += findings
 
 
 def _differences(own: OwnSide, theirs: Sequence[GroupSignature]) -> list[Finding]:
     """Returns what keeps the peer's target KV from being this engine's."""
     if not theirs:
         return []
-    found = []
+    found: list[Finding] = []
     here, there = (LABEL.fullmatch(label) for label in (own.identity.label, theirs[0].identity))
     if own.identity.label != theirs[0].identity and here is not None and there is not None:
         found += [
