@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ def workers(tiny_model_path: Path, key_file: Path) -> Iterator[Workers]:
     quick: dict[str, Any] = {"answer_limit_s": 1.5}
     strict = quick | {"kv_load_failure_policy": "fail"}
     started = Workers(
-        start_worker(tiny_model_path, key_file, "kv_producer"),
+        start_worker(tiny_model_path, key_file, "kv_producer", lease_s=8.0),
         start_worker(tiny_model_path, key_file, "kv_consumer", **quick),
         start_worker(tiny_model_path, key_file, "kv_consumer", "--max-num-seqs", "1", **strict),
     )
@@ -86,8 +87,9 @@ def stream(worker: RunningServer, body: dict[str, Any]) -> Iterator[Iterator[dic
 
 @contextmanager
 def occupied(worker: RunningServer, name: str) -> Iterator[None]:
-    """Let a worker be busy with a long request, which takes its only place."""
-    long = text(name, max_tokens=400, ignore_eos=True, kv_transfer_params={"do_remote_prefill": True, "ticket": None})
+    """Let a worker be busy with a long request, which takes its only place: a token at a time, each drawn from all."""
+    slow = {"max_tokens": 420, "ignore_eos": True, "speculate": False, "temperature": 1.0, "logprobs": 20}
+    long = text(name, **slow, kv_transfer_params={"do_remote_prefill": True, "ticket": None})
     with stream(worker, long) as events:
         next(events)
         yield
@@ -99,12 +101,14 @@ def test_a_prefill_worker_that_died_before_it_was_asked(workers: Workers) -> Non
     expected = ask(workers.prefill, ROUTE, body)["choices"]
     taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
     before = state(workers.prefill)
+    recomputed = counters(workers.strict)["recomputed_prompts"]
     kill_engine(workers.prefill)
     for streams in (False, True):
         status, error = refusal(workers.strict, ROUTE, {**taken, "stream": streams})
         assert (status, error["code"]) == (503, "kv_transfer_failed")
         assert "does not answer" in error["message"]
         assert before["endpoint"] not in error["message"]
+    assert counters(workers.strict)["recomputed_prompts"] == recomputed
     answer = ask(workers.decode, ROUTE, taken)
     assert answer["choices"] == expected
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "transferred_tokens": 0}
@@ -123,8 +127,8 @@ def test_a_prefill_worker_that_died_before_it_was_asked(workers: Workers) -> Non
 def test_a_stream_that_has_begun_ends_with_an_error_if_the_kv_is_lost(workers: Workers) -> None:
     wait_ready(workers.prefill)
     body = text("lost later")
-    taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
     with occupied(workers.strict, "busy before the loss"):
+        taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
         with stream(workers.strict, taken) as events:
             # The first token comes with the offer, before there is a place for the request.
             assert next(events)["choices"][0]["text"]
@@ -137,11 +141,12 @@ def test_a_stream_that_has_begun_ends_with_an_error_if_the_kv_is_lost(workers: W
 def test_a_client_that_leaves_while_its_request_waits_releases_the_kv(workers: Workers) -> None:
     wait_ready(workers.prefill)
     body, before = text("left"), counters(workers.prefill)
-    taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
     with occupied(workers.strict, "busy while one leaves"):
+        taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
         with stream(workers.strict, taken) as events:
             next(events)
-            assert state(workers.prefill)["leases"] == 1
+            held = state(workers.prefill)
+            assert held["leases"] == 1, held
         wait_until(lambda: state(workers.prefill)["held_pages"] == 0)
     assert counters(workers.prefill)["leases_expired"] == before["leases_expired"]
     wait_until(lambda: running(workers.strict) == 0)
@@ -230,3 +235,30 @@ def test_without_nixl_the_server_ends_before_it_loads_the_model(
     assert server.process.wait(60) != 0
     wait_until(lambda: "pip install 'outrider[pd]'" in server.log)
     assert "no such model" not in server.log
+
+
+def test_many_hand_offs_at_a_time_some_of_whose_clients_leave(workers: Workers) -> None:
+    wait_ready(workers.prefill)
+
+    def hand_off(number: int) -> bool | None:
+        """Whether the text is that of the prefill worker alone; None if the client has left."""
+        body = text(f"many {number}", max_tokens=10 + number % 7, temperature=0.8, seed=number)
+        leaves_after_s = number % 5 * 0.02 if number % 3 == 0 else 60
+        try:
+            taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
+            answer = workers.decode.http(API_KEY).post(ROUTE, json=taken, timeout=leaves_after_s or None)
+        except httpx.TimeoutException:
+            return None
+        assert answer.status_code == 200, answer.text
+        return bool(answer.json()["choices"] == ask(workers.prefill, ROUTE, body)["choices"])
+
+    before = counters(workers.decode)
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(hand_off, range(40)))
+    assert outcomes.count(True) >= 26
+    assert False not in outcomes
+    wait_until(lambda: running(workers.decode) == 0)
+    wait_until(lambda: state(workers.prefill)["leases"] == state(workers.prefill)["held_pages"] == 0)
+    now = counters(workers.decode)
+    assert now["fetches"] - before["fetches"] >= 26
+    assert now["fences"] == before["fences"]

@@ -16,12 +16,11 @@ CLUSTER_KEY = "a cluster key that must not be seen anywhere"
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 ASKED |= {"remote_host": None, "remote_port": None}
 """What proxies for vLLM send to a prefill worker."""
-LEASE_S = 6.0
 
 
 def start_worker(model: Path, key_file: Path, role: str, *options: object, **settings: Any) -> RunningServer:
     """Starts a worker as someone would who comes from vLLM."""
-    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", "lease_s": LEASE_S}
+    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", "lease_s": 20.0}
     return RunningServer(
         model,
         *(*TINY, "--sanitizer-level", "bytes", "--served-model-name", "tiny", "--drain-limit", "60"),

@@ -201,7 +201,7 @@ class Engine:
             if params.prompt_logprobs is not None:
                 # Every row of the prompt has to be computed here.
                 self.transfers.decline(opened)
-                opened, compute_prompt = None, True
+                opened = None
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live.requests:
@@ -262,7 +262,7 @@ class Engine:
                 live.takes_first_token = params.n == 1 and opened.settings == settings_digest(params)
                 self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=live.takes_first_token)
             elif self.transfers is not None and ticket is None:
-                self.transfers.note_plain_prompt()
+                self.transfers.note_plain_prompt(had_no_room=compute_prompt)
         except BaseException:
             # Either all parts know the request, or none does.
             self._live.drop_all(live)

@@ -11,8 +11,8 @@ import secrets
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 from outrider.config import KVTransferConfig
 from outrider.errors import ConfigError, RequestError
@@ -68,6 +68,20 @@ def check_transfer_config(config: KVTransferConfig | None) -> None:
         load_nixl()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFacts:
+    """What other workers, and the people who run them, must know about this one. No field is secret."""
+
+    connector: str
+    role: str
+    load_failure_policy: str
+    endpoint: str
+    engine: str
+    protocol: int
+    layout_digest: str
+    lease_s: float
+
+
 class EngineTransfers:
     def __init__(
         self,
@@ -110,6 +124,7 @@ class EngineTransfers:
         )
         self.recomputed_prompts = 0
         """Number of prompts that were computed here although a prefill worker was to compute them."""
+        self._recomputes = load_failure_of(config) is LoadFailure.RECOMPUTE
 
     def _digest_held(self, group: int, held: OfferedGroup, interval: Interval) -> bytes:
         return self._store.slots_digest(group, held.pages, interval)
@@ -117,19 +132,18 @@ class EngineTransfers:
     # ---- requests ----------------------------------------------------------------------------------
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What other workers, and the people who run them, must know about this one. No field is secret."""
+    def facts(self) -> WorkerFacts:
         kv = self._scheduler.kv
-        return {
-            "connector": self.config.kv_connector,
-            "role": self.config.kv_role,
-            "load_failure_policy": self.config.kv_load_failure_policy,
-            "endpoint": self.link.endpoint,
-            "engine": self.engine,
-            "protocol": PROTOCOL,
-            "layout_digest": layout_digest(kv.layout, kv.config.identity).hex(),
-            "lease_s": self.config.lease_s,
-        }
+        return WorkerFacts(
+            connector=self.config.kv_connector,
+            role=self.config.kv_role,
+            load_failure_policy=self.config.kv_load_failure_policy,
+            endpoint=self.link.endpoint,
+            engine=self.engine,
+            protocol=PROTOCOL,
+            layout_digest=layout_digest(kv.layout, kv.config.identity).hex(),
+            lease_s=self.config.lease_s,
+        )
 
     def open_ticket(self, request_id: str, ticket: str) -> Ticket:
         """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
@@ -143,9 +157,10 @@ class EngineTransfers:
     def fetch(self, sequence: str, ticket: Ticket, tokens: Sequence[int], salt: str, *, takes_token: bool) -> None:
         self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
 
-    def note_plain_prompt(self) -> None:
-        """Count a prompt that came without KV to a worker that only decodes otherwise."""
-        self.recomputed_prompts += not self.config.hands_over
+    def note_plain_prompt(self, *, had_no_room: bool) -> None:
+        """Count a prompt without a ticket, if a prefill worker was to compute it: that worker had no room to hold the
+        KV, or this one leaves prompts to others."""
+        self.recomputed_prompts += had_no_room or not self.config.hands_over
 
     def decline(self, ticket: Ticket) -> None:
         """Let a prefill worker know that its KV is not needed."""
@@ -162,7 +177,7 @@ class EngineTransfers:
         fetched = self.driver.advance()
         for answer in fetched:
             if answer.offer is None:
-                self.recomputed_prompts += 1
+                self.recomputed_prompts += self._recomputes
                 logger.warning("no KV came from %s for request %s: %s", answer.peer, answer.sequence, answer.reason)
         return fetched
 
@@ -173,7 +188,7 @@ class EngineTransfers:
         settled = self.driver.take_settled()
         for hand_off in settled:
             if hand_off.reason:
-                self.recomputed_prompts += not hand_off.transferred_tokens
+                self.recomputed_prompts += self._recomputes and not hand_off.transferred_tokens
                 logger.warning(
                     "not all KV came from %s for request %s: %s", hand_off.peer, hand_off.sequence, hand_off.reason
                 )
