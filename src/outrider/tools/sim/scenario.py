@@ -127,7 +127,8 @@ PHASE_FAULTS = (
     *((kind, phase, "prefill") for kind in ("death", "interrupt", "reset", "stop") for phase in PHASES),
     *((kind, phase, "decode") for kind in ("death", "interrupt", "reset", "stop") for phase in PHASES[2:]),
 )
-"""Kinds of faults with the phases and sides that they can befall: before it is asked, a hand-off has no decode worker."""
+"""Kinds of faults with the phases and sides that they can befall. Before the prefill worker is asked, a hand-off has no
+decode worker."""
 PEER_ROLES = ("prefill", "decode", "both")
 PEER_DRAFTERS = ("same", "other", "none")
 
@@ -135,7 +136,6 @@ PEER_DRAFTERS = ("same", "other", "none")
 def phase_fault(kind: str, phase: str, side: str) -> str:
     """Returns the name under which a fault of a hand-off is counted."""
     return f"{phase}: {kind} of {side} worker" if side else f"{phase}: {kind}"
-
 
 
 @dataclass(frozen=True, kw_only=True)

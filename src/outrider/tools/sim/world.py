@@ -339,8 +339,10 @@ class World:
         if all(group.window == 1 for group in self.scenario.target):
             return  # nothing needs to be sent, and the prompt is computed again
         worker.started.add(name)
-        if request is None or request.preemptions or not self.network.ought_to_succeed(
-            ticket.lease, worker.engine, ticket.endpoint, target_only=True
+        if (
+            request is None
+            or request.preemptions
+            or not self.network.ought_to_succeed(ticket.lease, worker.engine, ticket.endpoint, target_only=True)
         ):
             return
         own = 1 if request.spec.n > 1 else 0
