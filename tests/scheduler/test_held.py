@@ -48,3 +48,20 @@ def test_an_interrupted_step_that_was_planned_ahead_leaves_what_is_held() -> Non
     assert scheduler.requests["a"].state is State.HELD
     scheduler.release_held("a")
     assert_at_rest(engine.kv)
+
+
+def test_a_prompt_whose_kv_was_taken_away_while_its_last_step_ran_is_computed_again() -> None:
+    """The step's token is right, but there is nothing to hand over."""
+    engine = prefill_engine("chain_from_tokens")
+    scheduler = engine.scheduler
+    engine.add("a", ids(20), max_tokens=12, k=3, hand_over=True)
+    plan = scheduler.schedule()
+    assert plan.scheduled[0].samples
+    request, verdict = scheduler.requests["a"], engine._run(plan)
+    scheduler.roster.preempt(request)
+    assert scheduler.commit(plan, verdict) == []
+    assert request.state is State.WAITING
+    while "a" not in engine.finished:
+        engine.step()
+    engine.drain()
+    assert engine.kv.export_intervals(request.kv)[0] == Interval(0, 20)

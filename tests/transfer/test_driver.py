@@ -14,7 +14,7 @@ from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
 from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
-from outrider.transfer.link import Landed, Received
+from outrider.transfer.link import Landed, Quiet, Received
 from outrider.transfer.messages import Confirm, Fetch, Hello, Release
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
@@ -341,3 +341,19 @@ def test_a_ticket_that_serves_a_second_request_is_released_when_nothing_is_read_
     assert [message for _peer, message in pair.decode.link.sent if isinstance(message, Release)]
     pair.finish("b")
     pair.assert_empty()
+
+
+def test_bytes_are_compared_even_if_their_peer_was_cut_off_after_they_had_landed() -> None:
+    pair = Pair()
+    pair.decode.driver.checks = SimpleNamespace(compares_bytes=True)
+    pair.reading()
+    pair.decode.link.take_sent()
+    pair.decode.link.land()
+    pair.decode.driver.advance()
+    (first,) = pair.decode.link.take_sent(Confirm)
+    pair.decode.link.events.append(Quiet("P"))
+    pair.pass_time(LIMITS.answer_s + 0.1)
+    (second,) = pair.decode.link.take_sent(Confirm)
+    assert isinstance(first, Confirm)
+    assert first.digests_of
+    assert second == first

@@ -429,8 +429,13 @@ class Scheduler:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
             known, finish, spec = request.tokens, None, request.spec
+            if spec.hand_over and row.epoch != request.epoch:
+                continue  # preempted meanwhile: its KV, which is all that is wanted of it, is computed again
             if spec.stop_tokens or spec.hand_over or len(known) + len(tokens) >= request.max_total:
                 tokens, finish = self._cut_at_end(request, tokens)
+            if spec.hand_over:
+                # A step that was planned ahead has rows, and pages, for what would have come after the first token.
+                flight.clear()
             known.extend(tokens)
             forks = verdict.fork_tokens.get(sequence_id, ()) if samples > 1 else ()
             if row.epoch == request.epoch:
@@ -510,8 +515,6 @@ class Scheduler:
 
     def _end(self, request: Request, finish: str) -> None:
         if finish == "prefilled":
-            # A step that was planned ahead has rows for what would have come after the first token.
-            request.flight.clear()
             self.roster.hold(request)
         else:
             self.roster.finish(request)

@@ -25,23 +25,8 @@ from outrider.scheduler import Scheduler, State
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
-from outrider.transfer.messages import (
-    Confirm,
-    Confirmed,
-    Fetch,
-    Message,
-    Offered,
-    Refused,
-    Release,
-    Renew,
-    Welcome,
-)
-from outrider.transfer.offers import (
-    from_wire,
-    offered_intervals,
-    plan_pull,
-    signatures,
-)
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Message, Offered, Refused, Release, Renew, Welcome
+from outrider.transfer.offers import from_wire, offered_intervals, plan_pull, signatures
 from outrider.transfer.peers import Peer, Peers
 from outrider.transfer.quarantine import Quarantine
 from outrider.transfer.records import Fetched, FirstToken, Tiers, TransferChecks
@@ -242,6 +227,7 @@ class TransferDriver:
                 hand_off.reason = str(error)
                 continue
             hand_off.pulls[load] = runs
+            hand_off.remote_groups[load.group] = remote_group
             self._hand_offs.read_started(number, hand_off, load)
         self._maybe_confirm(hand_off)
 
@@ -273,11 +259,10 @@ class TransferDriver:
 
     def _send_confirm(self, hand_off: HandOff) -> None:
         digests_of: list[tuple[int, int, int]] = []
-        peer = self._peers.get(hand_off.peer)
-        if self.checks is not None and self.checks.compares_bytes and peer is not None:
+        if self.checks is not None and self.checks.compares_bytes:
+            # The peer may have been cut off meanwhile, and not be known any more.
             digests_of = [
-                (peer.signatures.index(self._signatures[load.group]), load.interval.start, load.interval.end)
-                for load in hand_off.landed
+                (hand_off.remote_groups[load.group], load.interval.start, load.interval.end) for load in hand_off.landed
             ]
         message = Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of)
         self._link.send(hand_off.peer, message)

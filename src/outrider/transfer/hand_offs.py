@@ -54,6 +54,8 @@ class HandOff:
     offer: Offer | None = None
     pulls: dict[Load, tuple[SlotRun, ...]] = field(default_factory=dict)
     """Loads that a peer sends, with the slots to copy."""
+    remote_groups: dict[int, int] = field(default_factory=dict)
+    """P's number of each group that is read."""
     open: dict[int, Load] = field(default_factory=dict)
     """Reads that have not ended, by number."""
     landed: list[Load] = field(default_factory=list)

@@ -165,7 +165,7 @@ class Network:
         if record is None or record.fetched_at is None or record.reader != reader:
             return False
         silence = self._silences.get((reader, endpoint))
-        if silence is not None and silence >= record.fetched_at - 3 * self._limits.answer_s:
+        if silence is not None and silence >= record.fetched_at - 2 * self._limits.answer_s - 4:
             return False
         return not (record.target_troubled if target_only else record.troubled)
 

@@ -129,6 +129,8 @@ class Worker:
         """The tick at which the world wakes this worker, if nothing does before."""
         self.tickets: dict[str, Ticket] = {}
         """What each sequence that starts from a peer's KV was asked for with."""
+        self.started: set[str] = set()
+        """Sequences that start from a peer's KV, and have had rows."""
         config = scenario.kv_config(self.layout, name)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
         self.tiers = self._tiers(remote_tier)
@@ -266,6 +268,7 @@ class Worker:
             return updates, None
         self.interruption = None
         del self.flying[0]
+        self.world.interrupted(self)
         ended = self.scheduler.abandon(flight.plan)
         self.sanitizer.check_conservation()
         return updates, ended

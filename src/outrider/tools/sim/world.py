@@ -17,16 +17,19 @@ from outrider.errors import InvariantViolation
 from outrider.kv.retention import Retention
 from outrider.scheduler import LoadFailure, StepPlan, Update, Verdict
 from outrider.tools.sim.device import DeviceRequest
-from outrider.tools.sim.network import LeaseRecord, Network
+from outrider.tools.sim.hand_off_checks import HandOffChecks
+from outrider.tools.sim.network import Network
 from outrider.tools.sim.oracle import FakeModel, Inputs, Reference, chance
 from outrider.tools.sim.router import Leg, Router
-from outrider.tools.sim.scenario import STOP_TOKENS, FaultDraw, Scenario
+from outrider.tools.sim.scenario import STOP_TOKENS, FaultDraw, Scenario, phase_fault
 from outrider.tools.sim.tier import REMOTE, FakeTier, offload
-from outrider.tools.sim.worker import CLUSTER_KEY, Worker
+from outrider.tools.sim.worker import Worker
 
 MAX_STEPS = 6_000
 MAX_TICKS = 40_000
 """Nothing that is limited takes as long, however many limits follow each other."""
+IDLE_TICKS = 400
+"""More than a message can be late, a worker can stop, and a lease, the reads under it and a fence can then take."""
 
 
 class WrongOutput(Exception):
@@ -74,9 +77,12 @@ class World:
         self._ticking: set[str] = set()
         self._listeners: list[Callable[[StepPlan, Verdict], None]] = []
         self._drained_steps = 0
+        self._done_at: int | None = None
+        """The tick at which the last request ended."""
         self._awaited: list[FaultDraw] = []
         """Faults that wait for a phase of their request's hand-off."""
         self.network = Network(scenario, scenario.limits, self.result.faults, self.at, lambda: self.now)
+        self.hand_offs = HandOffChecks(scenario, self.network, self.result.faults)
         self.tier = self._remote_tier() if scenario.tier_probability > 0 else None
         self.router = Router(self)
         self.workers: dict[str, Worker] = {}
@@ -118,6 +124,7 @@ class World:
         self.result.faults["drafter_catching_up"] += sum(row.feed_to is not None for row in plan.scheduled)
         self.result.faults["page_copy"] += len(plan.kv.copies)
         for row, tokens in zip(plan.scheduled, verdict.tokens, strict=True):
+            self.hand_offs.row_ran(worker, row)
             if row.drafts:
                 self.result.drafts += row.drafts
                 self.result.accepted += len(tokens) - 1
@@ -194,8 +201,20 @@ class World:
             action()
             if self._awaited:
                 self._await_phases()
+            self._check_idle()
             if self._total_steps() > MAX_STEPS or self.now > MAX_TICKS:
                 raise Stuck(f"after {self._total_steps()} steps and {self.now} ticks {self._left()}")
+
+    def _check_idle(self) -> None:
+        """I10: once all requests are done, nothing is held, on its way or in quarantine for longer than the limits."""
+        if any(not order.done for order in self.router.orders.values()):
+            self._done_at = None
+            return
+        if self._done_at is None:
+            self._done_at = self.now
+        late = self.now > self._done_at + IDLE_TICKS
+        if late and any(not worker.driver.is_idle for worker in self.workers.values()):
+            raise Stuck(f"{IDLE_TICKS} ticks after the last request had ended {self._left()}")
 
     def _left(self) -> str:
         """Returns what has not come to its end."""
@@ -240,6 +259,12 @@ class World:
                 self._ticking.discard(worker.engine)
                 self._set_alarm(worker)
             return
+        if worker.interruption == "planning" and not worker.flying:
+            worker.interruption = None
+            self.interrupted(worker)
+            self._end_abandoned(worker, worker.scheduler.abandon(None))
+            self._next_iteration(worker)
+            return
         worker.plan()
         self.at(1, lambda: self._advance(worker))
 
@@ -248,10 +273,10 @@ class World:
         for fetched in worker.driver.advance():
             worker.adopt(fetched)
             if fetched.offer is None:
-                self._not_fetched(worker, fetched.sequence, fetched.reason)
+                self.hand_offs.not_fetched(worker, fetched.sequence, fetched.reason)
         self.deliver(worker, worker.scheduler.take_updates())
         for settled in worker.driver.take_settled():
-            self._check_settled(worker, settled.sequence, settled.reason)
+            self.hand_offs.settled(worker, settled.sequence, settled.reason)
 
     def _set_alarm(self, worker: Worker) -> None:
         """Wake an idle worker when its driver has something to do."""
@@ -273,6 +298,9 @@ class World:
     def _advance(self, worker: Worker) -> None:
         if self._stopped(worker, self._advance):
             return
+        if self.scenario.step_in_flight:
+            # An engine that plans ahead may look after its transfers at any time.
+            self._take_answers(worker)
         updates, abandoned = worker.advance()
         waits = not self.scenario.step_in_flight and abandoned is None
         if waits:
@@ -342,30 +370,6 @@ class World:
             raise WrongOutput(f"request {leg.name} ended after {len(leg.output)} of {len(expected)} tokens")
         self.result.finished += 1
 
-    # ---- hand-offs ---------------------------------------------------------------------------------
-
-    def note_lease(self, worker: Worker, sequence: str, sealed: str) -> None:
-        ticket = CLUSTER_KEY.open(sealed)
-        self.network.leases[ticket.lease] = LeaseRecord(sequence, worker.engine)
-
-    def _not_fetched(self, worker: Worker, sequence: str, reason: str) -> None:
-        """Count why no KV comes for a request, and check that there is a reason."""
-        for says, kind in REFUSALS.items():
-            self.result.faults[kind] += says in reason
-        self.result.faults["recomputed"] += LoadFailure(self.scenario.load_failure) is LoadFailure.RECOMPUTE
-        if not any(says in reason for says in REFUSALS):
-            self._check_settled(worker, sequence, reason)
-
-    def _check_settled(self, worker: Worker, sequence: str, reason: str) -> None:
-        """I10: a hand-off that nothing has disturbed brings all KV."""
-        self.result.faults["hand_off_settled"] += not reason
-        ticket = worker.tickets.get(sequence)
-        if not reason or ticket is None:
-            return
-        self.result.faults["hand_off_incomplete"] += 1
-        if self.network.ought_to_succeed(ticket.lease, worker.engine, ticket.endpoint):
-            raise InvariantViolation("I10", f"the hand-off of {sequence} failed without need: {reason}")
-
     # ---- faults from outside -----------------------------------------------------------------------
 
     def _await_phases(self) -> None:
@@ -394,7 +398,7 @@ class World:
             phase, prefill, decode = self.router.phase(order)
             if phase and worker in (prefill, decode):
                 side = "prefill" if worker is prefill else "decode"
-                self.result.faults[f"{phase}: {kind} of {side}"] += 1
+                self.result.faults[phase_fault(kind, phase, side)] += 1
 
     def abort(self, name: str) -> None:
         order = self.router.orders[name]
@@ -403,19 +407,19 @@ class World:
             return
         self.result.faults["abort"] += 1
         if phase:
-            self.result.faults[f"{phase}: abort"] += 1
+            self.result.faults[phase_fault("abort", phase, "")] += 1
         self.router.abort(order)
 
     def _reset_cache(self, name: str) -> None:
         """Empty a worker's prefix cache while its requests go on."""
         self.result.faults["cache_reset"] += 1
-        self._count_phases("cache reset", self.workers[name])
+        self._count_phases("reset", self.workers[name])
         self.workers[name].kv.reset_cache()
 
     def _stop(self, name: str) -> None:
         """Stop a worker for a while. Its memory stays where it is."""
         worker = self.workers[name]
-        ticks = 3 + int(100 * chance(self.scenario.seed, "stop", name, self.now) ** 2)
+        ticks = 3 + int(120 * chance(self.scenario.seed, "stop", name, self.now))
         self.result.faults["worker_stopped"] += 1
         self._count_phases("stop", worker)
         worker.stopped_until = max(worker.stopped_until, self.now + ticks)
@@ -430,14 +434,17 @@ class World:
 
     def _interrupt(self, name: str) -> None:
         """Interrupt the worker's next step: while it is planned, or before or after it has written its slots."""
-        ran = chance(self.scenario.seed, "interrupt", name, self.now) < 0.5
-        self.workers[name].interruption = "after" if ran else "before"
+        when = chance(self.scenario.seed, "interrupt", name, self.now)
+        self.workers[name].interruption = ("planning", "before", "after")[int(3 * when)]
+
+    def interrupted(self, worker: Worker) -> None:
+        """Note that a worker's step is about to be given up."""
+        self.result.faults["step_abandoned"] += 1
+        self._count_phases("interrupt", worker)
+        self._disturb(worker)
 
     def _end_abandoned(self, worker: Worker, ended: list[str]) -> None:
         """Fail the requests that an abandoned step ended; the others go on."""
-        self.result.faults["step_abandoned"] += 1
-        self._count_phases("interruption", worker)
-        self._disturb(worker)
         for name in ended:
             leg = self.router.legs.get(name)
             if leg is not None and name in leg.order.open:
@@ -450,26 +457,13 @@ class World:
         old = self.workers[name]
         self.result.faults["worker_death"] += 1
         self._count_phases("death", old)
-        self._disturb(old)
         old.alive = False
         old.link.close()
         self._drained_steps += old.steps
         self._collect(old)
         moves = chance(self.scenario.seed, "moves", old.engine) < 0.4
         endpoint = f"{old.link.endpoint}'" if moves else old.link.endpoint
-        self._make(name, endpoint, after=int(20 * chance(self.scenario.seed, "restart", old.engine)))
+        after = int(20 * chance(self.scenario.seed, "restart", old.engine))
+        self._disturb(old, after)
+        self._make(name, endpoint, after=after)
         self.router.worker_died(old)
-
-
-REFUSALS = {
-    "there is no such lease": "ticket_of_ended_lease",
-    "another worker has claimed": "ticket_used_twice",
-    "in use by another request": "ticket_used_twice",
-    "for another prompt": "ticket_not_bound_to_prompt",
-    "has expired": "ticket_expired",
-    "comes from another model": "peer_refused",
-    "target's KV or the protocol differs": "peer_refused",
-    "target layout differs": "peer_refused",
-    "no pages became free in time": "waited_too_long_for_pages",
-}
-"""Reasons of the driver for doing without a peer's KV that are no fault, and what they are counted as."""
