@@ -228,9 +228,8 @@ def _shake_hands(report: PeerReport, own: OwnSide, endpoint: str, facts: PeerFac
         if answer is None:
             raise Unusable(
                 "cluster key",
-                f"{endpoint} takes connections, but none with this cluster key: it has another one",
-                "give both workers the same --cluster-key (@FILE with one line; see the worker's log for clients "
-                "without the key)",
+                f"{endpoint} takes connections, but does not answer under this cluster key: it has another one",
+                "give both workers the same --cluster-key: @FILE, with one line",
             )
         if isinstance(answer, Refused):
             _explain_refusal(report, own, answer)
