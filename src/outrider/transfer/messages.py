@@ -129,6 +129,8 @@ class Refused(Message, frozen=True, kw_only=True):
     lease: bytes = b""
     """The lease that is refused; empty if the worker is."""
     reason: str
+    signatures: list[Signature] = []
+    """The KV groups of a worker that refuses a greeting because they differ, so that its sender can tell in what."""
 
 
 AnyMessage = Hello | Welcome | Fetch | Offered | Renew | Confirm | Confirmed | Release | Refused

@@ -11,9 +11,9 @@ import pytest
 
 from outrider.errors import TraceError
 from outrider.tools.sim.campaign import run_scenario
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.reading import read_scenario
 from outrider.tools.sim.replay import Trace, record, replay
-from outrider.tools.sim.scenario import draw
 
 
 def split_trace() -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from outrider.tools.sim.campaign import run_scenario
-from outrider.tools.sim.scenario import FaultDraw, GroupDraw, PeerDraw, RequestDraw, Scenario, draw
+from outrider.tools.sim.drawing import draw
+from outrider.tools.sim.scenario import FaultDraw, GroupDraw, PeerDraw, RequestDraw, Scenario
 
 
 def test_a_start_at_the_hit_after_a_failed_pull_needs_no_tap_rows_that_cannot_read() -> None:
