@@ -266,7 +266,18 @@ class World:
             self._next_iteration(worker)
             return
         worker.plan()
-        self.at(1, lambda: self._advance(worker))
+        self.at(self._look_after_transfers(worker), lambda: self._advance(worker))
+
+    def _look_after_transfers(self, worker: Worker) -> int:
+        """Returns the ticks until the planned step runs. An engine that plans ahead may look after its transfers at any
+        time until then, so that loads settle before the copies of their step have run."""
+        slow = self.scenario.step_in_flight and chance(self.scenario.seed, "slow", worker.engine, self.now) < 0.3
+        for tick in range(1, 4 if slow else 1):
+            self.at(tick, lambda: None if self._halted(worker) else self._take_answers(worker))
+        return 4 if slow else 1
+
+    def _halted(self, worker: Worker) -> bool:
+        return not worker.alive or worker.stopped_for > 0
 
     def _take_answers(self, worker: Worker) -> None:
         """Let a worker's driver take in what has happened, as an engine does before it plans a step."""
@@ -298,9 +309,6 @@ class World:
     def _advance(self, worker: Worker) -> None:
         if self._stopped(worker, self._advance):
             return
-        if self.scenario.step_in_flight:
-            # An engine that plans ahead may look after its transfers at any time.
-            self._take_answers(worker)
         updates, abandoned = worker.advance()
         waits = not self.scenario.step_in_flight and abandoned is None
         if waits:
