@@ -31,15 +31,13 @@ from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
 from outrider.transfer.messages import PROTOCOL
 from outrider.transfer.offers import OfferedGroup, layout_digest, prompt_binding
-from outrider.transfer.records import Fetched, FirstToken, TransferLimits
+from outrider.transfer.records import RENEWALS_PER_LEASE, Fetched, FirstToken, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")
 
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 SETTINGS_BYTES = 16
-RENEWALS_PER_LEASE = 6
-"""How often a lease is prolonged before it would run out."""
 
 
 def role_of(config: KVTransferConfig | None) -> Role:
@@ -89,6 +87,7 @@ class EngineTransfers:
         scheduler: Scheduler,
         store: PageStore,
         *,
+        vocab_size: int,
         sanitizer: Sanitizer | None = None,
         compare_bytes: bool = False,
     ) -> None:
@@ -120,7 +119,13 @@ class EngineTransfers:
         self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
         checks = None if sanitizer is None else SlotChecks(sanitizer, scheduler, store, compare_bytes)
         self.driver = TransferDriver(
-            scheduler, self.link, lender, clock=time.monotonic, time_of_day=time.time, checks=checks
+            scheduler,
+            self.link,
+            lender,
+            clock=time.monotonic,
+            time_of_day=time.time,
+            checks=checks,
+            vocab_size=vocab_size,
         )
         self.recomputed_prompts = 0
         """Number of prompts that were computed here although a prefill worker was to compute them."""
@@ -145,6 +150,11 @@ class EngineTransfers:
             lease_s=self.config.lease_s,
         )
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether a prompt without a prefill worker's KV is computed here."""
+        return self.config.kv_role != "kv_consumer" or load_failure_of(self.config) is LoadFailure.RECOMPUTE
+
     def open_ticket(self, request_id: str, ticket: str) -> Ticket:
         """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
         if not self.config.fetches:
@@ -162,10 +172,10 @@ class EngineTransfers:
         KV, or this one leaves prompts to others."""
         self.recomputed_prompts += had_no_room or not self.config.hands_over
 
-    def decline(self, ticket: Ticket) -> None:
+    def decline(self, ticket: Ticket, tokens: Sequence[int], salt: str) -> None:
         """Let a prefill worker know that its KV is not needed."""
         self.recomputed_prompts += 1
-        self.driver.decline(ticket)
+        self.driver.decline(ticket, binding=prompt_binding(tokens, salt=salt))
 
     def hand_over(self, sequence: str, prompt: Sequence[int], salt: str, first: FirstToken) -> str | None:
         """Returns the ticket for a prompt that was computed; None if too much is held for others already."""

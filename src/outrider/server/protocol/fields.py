@@ -135,6 +135,12 @@ class GenerationFields(SharedFields):
         Any, not_available("early_stopping", "it belongs to beam search; leave it out", False)
     ] = None
 
+    # Routers for several engines add fields of other engines to every request, with the values that change nothing.
+    no_stop_trim: Annotated[Any, not_available("no_stop_trim", "send include_stop_str_in_output instead", False)] = None
+    return_hidden_states: Annotated[
+        Any, not_available("return_hidden_states", "answers have no hidden states; leave it out", False)
+    ] = None
+
     return_token_ids: bool = False
 
     @property

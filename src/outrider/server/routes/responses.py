@@ -184,7 +184,7 @@ class ResponseWriter:
         yield self._event("failed", response=self._response("failed") | {"error": error})
         number, self._events = self._events, self._events + 1
         body = problem.body()["error"]
-        yield event({"type": "error", "sequence_number": number, **body, "error": body}, "error")
+        yield event({**body, "type": "error", "sequence_number": number, "error": body}, "error")
 
     # ---- whole -------------------------------------------------------------------------------------
 
