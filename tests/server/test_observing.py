@@ -9,16 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.server.conftest import TINY
 from tests.server.running import RunningServer
 
 from outrider.engine.speculation import SpeculationCounts
 from outrider.errors import ConfigError
-from outrider.server.messages import Counters, Delta, Ending, StepReport
+from outrider.server.messages import Counters, Delta, Ending, StepReport, TransferFigures
 from outrider.server.observe.figures import Figures
 from outrider.server.observe.metrics import Metrics
-from outrider.server.observe.stat_log import line
+from outrider.server.observe.stat_log import line, transfer_line
 from outrider.server.observe.tracing import make_tracer, traces_url
 
 ENDING = Ending(
@@ -66,6 +67,41 @@ def test_endings_and_gaps_become_histograms() -> None:
         'x:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 1.0',
     ):
         assert expected in text
+
+
+def test_hand_offs_are_counted_over_engines_and_what_is_held_is_the_engines_own() -> None:
+    figures = Figures()
+    metrics = Metrics("x:", figures, "m")
+    moved = msgspec.structs.replace(
+        ENDING, transfer=TransferFigures(queued_s=0.5, read_s=2.0, confirmed_s=0.25, bytes=100), transferred_tokens=5
+    )
+    ended = msgspec.structs.replace(LAST, ending=moved)
+    counters = Counters(handed_over=3, fetches=2, transferred_bytes=100, held_pages=7, leases=2)
+    figures.take(StepReport(deltas=[ended], counters=counters, gaps_s=[]))
+    assert figures.prompts_held == 2
+    text = metrics.text().decode()
+    for expected in (
+        'x:kv_transfer_queued_seconds_sum{engine="0",model_name="m"} 0.5',
+        'x:kv_transfer_read_seconds_sum{engine="0",model_name="m"} 2.0',
+        'x:kv_transfer_confirm_seconds_sum{engine="0",model_name="m"} 0.25',
+        'x:kv_transfer_held_pages{engine="0",model_name="m"} 7.0',
+    ):
+        assert expected in text
+    figures.engine_ended()
+    assert figures.prompts_held == 0
+    figures.take(report(handed_over=1))
+    assert figures.totals == Counters(handed_over=4, fetches=2, transferred_bytes=100)
+
+
+def test_the_log_tells_what_was_handed_over_since_the_line_before() -> None:
+    before = Counters(handed_over=2, fetches=1, transferred_bytes=10)
+    now = Counters(handed_over=5, hand_overs_refused=1, fetches=4, fetch_failures=1, held_pages=8, leases=2)
+    now = msgspec.structs.replace(now, transferred_bytes=5_000_010, recomputed_prompts=1)
+    text = transfer_line(before, now, 2.0)
+    assert "3 prompts handed over, 1 without KV" in text
+    assert "Held: 2 prompts, 8 pages" in text
+    assert "Fetches: 3, 1 failed" in text
+    assert "Received: 2.5 MB/s" in text
 
 
 def test_acceptance_in_the_log_counts_the_bonus_token() -> None:
