@@ -18,7 +18,7 @@ def desk(*, hands_over: bool = True) -> Desk:
 
 def test_a_greeting_is_welcomed_with_what_a_reader_must_know() -> None:
     answer = desk().answer(Hello(digest=DIGEST, reader="d"), lambda: b"how to read")
-    assert answer == Welcome(engine="p", signatures=[SIGNATURE.wire], introduction=b"how to read")
+    assert answer == Welcome(engine="p", signatures=[SIGNATURE.wire], introduction=b"how to read", lease_s=30.0)
 
 
 def test_a_refusal_says_what_this_worker_has() -> None:
