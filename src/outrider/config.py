@@ -19,6 +19,11 @@ KV_CONNECTORS = ("nixl", "local")
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 KV_TRANSPORTS = ("auto", "cma", "tcp")
+VLLM_FIELDS_WITHOUT_EFFECT = frozenset(
+    {"engine_id", "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"}
+)
+"""Fields of vLLM's kv_transfer_config that are accepted and ignored: an engine's id is new at each start, KV is read
+without a buffer between, and workers have no numbers."""
 
 
 def _one_of(value: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -148,11 +153,36 @@ class KVTransferConfig:
         if given is None or isinstance(given, KVTransferConfig):
             return given
         if not isinstance(given, Mapping):
+            # The value may hold the cluster key, so it is not repeated here.
             raise ConfigError(
-                f"kv_transfer_config must be a mapping such as {{'kv_connector': 'nixl', 'kv_role': 'kv_both'}}, got "
-                f"{given!r}"
+                "kv_transfer_config must be a mapping such as {'kv_connector': 'nixl', 'kv_role': 'kv_both'}, got "
+                f"{type(given).__name__}"
             )
-        return cls(**{str(name): value for name, value in given.items()})
+        return cls(**_without_vllms_fields({str(name): value for name, value in given.items()}))
+
+
+def _without_vllms_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings as vLLM's users write them without the fields that make no difference here."""
+    settings = {name: value for name, value in given.items() if name not in VLLM_FIELDS_WITHOUT_EFFECT}
+    if settings.get("kv_connector") == "NixlConnector":
+        settings["kv_connector"] = "nixl"
+    extra = settings.pop("kv_connector_extra_config", None)
+    if extra not in (None, {}, {"backends": ["UCX"]}):
+        raise ConfigError(
+            "kv_transfer_config: kv_connector_extra_config has no meaning here, where KV always moves over UCX; leave "
+            "it out (kv_transport chooses between cma and tcp)"
+        )
+    if settings.pop("enable_permute_local_kv", None):
+        raise ConfigError(
+            "kv_transfer_config: enable_permute_local_kv is not available, since workers have one page layout; leave "
+            "it out"
+        )
+    if settings.pop("kv_connector_module_path", None) is not None:
+        raise ConfigError(
+            "kv_transfer_config: kv_connector_module_path is not available: connectors of other packages cannot be "
+            "loaded; leave it out, and use kv_connector nixl"
+        )
+    return settings
 
 
 def _number_within(value: object, name: str, low: float, high: float) -> None:

@@ -108,18 +108,30 @@ def test_an_unknown_field_is_refused_with_a_guess(tiny: RunningServer) -> None:
     error = refused(tiny, "/v1/chat/completions", CHAT | {"max_token": 3})
     assert error["code"] == "unknown_field"
     assert "did you mean 'max_tokens'" in error["message"]
-    assert "refused" in refused(tiny, "/v1/completions", COMPLETION | {"kv_transfer_params": {}})["message"]
+    assert "refused" in refused(tiny, "/v1/completions", COMPLETION | {"something_new": {}})["message"]
 
 
 def test_what_clients_send_routinely_is_accepted(tiny: RunningServer) -> None:
     routine = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "n": None, "stop": None}
     routine |= {"use_beam_search": False, "length_penalty": 1.0, "best_of": 1}
-    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+    # vllm-router adds these to every request.
+    routine |= {"no_stop_trim": False, "return_hidden_states": False}
+    chat = CHAT | {"include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", chat)):
         assert tiny.http().post(path, json=body | routine).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "change", [{"use_beam_search": True}, {"length_penalty": 0.8}, {"verbosity": "low"}, {"best_of": 2}]
+    "change",
+    [
+        {"use_beam_search": True},
+        {"length_penalty": 0.8},
+        {"verbosity": "low"},
+        {"best_of": 2},
+        {"no_stop_trim": True},
+        {"return_hidden_states": True},
+        {"include_reasoning": False},
+    ],
 )
 def test_what_is_not_done_is_refused_with_a_way_out(tiny: RunningServer, change: dict[str, Any]) -> None:
     error = refused(tiny, "/v1/chat/completions", CHAT | change)

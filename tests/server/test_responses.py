@@ -14,6 +14,7 @@ from tests.server.running import RunningServer
 from tests.server.tiny_model import real_text
 
 from outrider.sampling import SamplingParams
+from outrider.server.front.problems import Problem
 from outrider.server.front.tokens import TokenTexts
 from outrider.server.front.totals import Totals
 from outrider.server.messages import Delta, Scored, Submit
@@ -179,3 +180,14 @@ def test_tokens_without_a_text_of_their_own_are_told_too(include: list[str] | No
     expected = [] if include is None else [-10.0, -11.0, -12.0, -13.0, -2.0]
     assert [entry["logprob"] for event in texts for entry in event["logprobs"]] == expected
     assert [entry["logprob"] for entry in message["content"][0]["logprobs"]] == expected
+
+
+def test_a_stream_that_fails_ends_with_an_event_of_the_type_error() -> None:
+    body = ResponsesRequest.model_validate({"input": "?", "stream": True})
+    service: Any = SimpleNamespace(token_texts=TokenTexts(real_text().tokenizer))
+    writer = ResponseWriter(service, body, as_chat(body), name="r", model="m")
+    failed, error = list(writer.failed(Problem("no", status=503, type="server_error", code="unavailable")))
+    assert error.startswith(b"event: error\n")
+    told = json.loads(error.partition(b"data: ")[2])
+    assert (told["type"], told["code"], told["message"]) == ("error", "unavailable", "no")
+    assert json.loads(failed.partition(b"data: ")[2])["type"] == "response.failed"

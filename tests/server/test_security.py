@@ -9,7 +9,14 @@ sockets that other users can reach
     test_the_socket_to_the_engine_lies_in_a_private_directory
 transfer fields of clients and peers
     test_a_client_cannot_reach_the_transfer_plane
+    test_disaggregation: test_a_decode_worker_reads_the_ticket_and_nothing_else
+    test_disaggregation: test_a_ticket_that_is_not_of_this_cluster_is_refused
+    test_disaggregation: test_another_tenants_ticket_loads_nothing
+    test_disaggregation: test_neither_the_key_nor_the_endpoint_is_told_to_clients
     tests/transfer: test_an_offer_that_makes_no_sense_is_a_transfer_error
+hand-overs that no decode worker fetches
+    test_disaggregation_failures: test_kv_that_no_decode_worker_wants_is_given_back_by_an_idle_worker
+    test_disaggregation_failures: test_a_full_prefill_worker_gives_no_ticket_and_waits_for_what_it_holds_when_it_ends
 n, logprobs and lists without bounds
     test_everything_that_can_be_many_is_bounded_on_every_route
     test_errors: test_a_wrong_field_is_named
@@ -123,7 +130,8 @@ def test_the_socket_to_the_engine_lies_in_a_private_directory(tiny: RunningServe
 
 
 @pytest.mark.parametrize(
-    "field", ["kv_transfer_params", "remote", "salt", "adapter", "media", "prompt_embeds", "tenant", "request_id"]
+    "field",
+    ["remote", "remote_host", "ticket", "salt", "adapter", "media", "prompt_embeds", "tenant", "request_id"],
 )
 def test_a_client_cannot_reach_the_transfer_plane(tiny: RunningServer, field: str) -> None:
     for path, body in (

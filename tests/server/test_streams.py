@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider.sampling import SamplingParams
-from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
 from outrider.server.front.service import Answers
 from outrider.server.front.streams import Job, OpenRequests
+from outrider.server.http.drain import Drain
 from outrider.server.http.event_stream import EventStream
 from outrider.server.messages import Abort, Accepted, Delta, Refused, Submit, ToEngine
-from outrider.server.run import Drain
 
 
 class Recorder:
@@ -82,15 +80,10 @@ def test_a_drain_waits_for_clients_that_have_not_taken_all_of_their_answer(caplo
 
     async def drain_with_a_slow_client() -> None:
         requests, server = OpenRequests(Recorder()), Server()
-        service = SimpleNamespace(
-            config=ServerConfig(drain_limit_s=60),
-            supervisor=SimpleNamespace(requests=requests),
-            drain_began=asyncio.Event(),
-        )
         with Job(requests, [order("a")]):
             requests.deliver("a", Refused(request_id="a", message="it has ended, one way or another"))
             assert len(requests) == 0
-            Drain(service, server).begin()  # type: ignore[arg-type]
+            Drain(requests, server, limit_s=60, began=asyncio.Event()).begin()  # type: ignore[arg-type]
             # Time enough for a drain that sees no reason to wait.
             for _ in range(10):
                 await asyncio.sleep(0)

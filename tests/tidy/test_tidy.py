@@ -98,6 +98,17 @@ ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.server.engine_process",
         "outrider.server.messages",
     ),
+    # A proxy shares the HTTP plumbing of a server, and knows no engine.
+    "outrider.proxy": (
+        "outrider.__version__",
+        "outrider.errors",
+        "outrider.kv.checked",
+        "outrider.proxy",
+        "outrider.server.config",
+        "outrider.server.front.problems",
+        "outrider.server.http",
+        "outrider.server.observe.metrics",
+    ),
     "outrider.server": (
         "outrider.__version__",
         "outrider.config",
@@ -127,6 +138,7 @@ CORE = (
     "sanitizer",
     "speculative.registry",
     "models.recipes",
+    "proxy.run",
     "server.run",
     "server.text_process.worker",
 )

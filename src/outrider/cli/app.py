@@ -18,6 +18,7 @@ from outrider.cli.commands import install_command_classes
 from outrider.cli.doctor import DOCTOR_HELP, doctor
 from outrider.cli.generate import GENERATE_HELP, generate
 from outrider.cli.output import CheckedOutput
+from outrider.cli.proxy import PROXY_HELP, proxy
 from outrider.cli.serve import SERVE_HELP, serve
 from outrider.cli.sim import SIM_HELP, sim
 from outrider.cli.train import train_app
@@ -57,6 +58,7 @@ def _root(
 app.command("chat", help=CHAT_HELP)(chat)
 app.command("generate", help=GENERATE_HELP)(generate)
 app.command("serve", help=SERVE_HELP)(serve)
+app.command("proxy", help=PROXY_HELP)(proxy)
 app.command("doctor", help=DOCTOR_HELP)(doctor)
 app.command("sim", help=SIM_HELP)(sim)
 app.add_typer(bench_app, name="bench")

@@ -9,7 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.grouped import panel
-from outrider.config import BACKENDS, DTYPES, SANITIZER_LEVELS, SANITIZER_MODES, EngineConfig, SpeculativeConfig
+from outrider.config import (
+    BACKENDS,
+    DTYPES,
+    SANITIZER_LEVELS,
+    SANITIZER_MODES,
+    EngineConfig,
+    KVTransferConfig,
+    SpeculativeConfig,
+)
 from outrider.errors import ConfigError
 from outrider.models.resolve import DEFAULT_MODEL, is_installed, packaged_drafter
 from outrider.speculative.registry import BUILT_IN
@@ -161,8 +169,10 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-def engine_config(name: str, model: ModelOptions, engine: EngineOptions) -> EngineConfig:
-    settings = model.settings() | engine.settings() | {"model": name}
+def engine_config(
+    name: str, model: ModelOptions, engine: EngineOptions, *, transfer: KVTransferConfig | None = None
+) -> EngineConfig:
+    settings = model.settings() | engine.settings() | {"model": name, "kv_transfer_config": transfer}
     return EngineConfig(**settings | {"speculative_config": SpeculativeConfig.of(settings["speculative_config"])})
 
 

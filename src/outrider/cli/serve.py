@@ -13,6 +13,7 @@ from outrider.cli.engine_options import EngineOptions, ModelOptions, PositionalM
 from outrider.cli.grouped import grouped
 from outrider.cli.serve_options import AccessOptions, LimitOptions, server_config
 from outrider.cli.terminal import errors, loading
+from outrider.cli.transfer_options import TransferOptions
 from outrider.tools.wording import counted
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ def serve(
     access: AccessOptions,
     no_speculation: NoSpeculation = False,
     engine: EngineOptions,
+    transfer: TransferOptions,
     limits: LimitOptions,
 ) -> None:
     name = chosen_model(positional, model)
     engine = with_default_speculation(engine, name, no_speculation=no_speculation)
-    built = engine_config(name, model, engine)
+    built = engine_config(name, model, engine, transfer=transfer.config())
     config = server_config(access, limits)
 
     from outrider.server.run import Announcements, serve
@@ -71,11 +73,12 @@ def _announce(url: str, facts: Facts, config: ServerConfig) -> None:
     )
     names = ", ".join(config.served_model_names or (facts.model_name,))
     keys = counted(len(config.api_keys), "API key") if config.api_keys else "no API key needed"
+    peers = "" if facts.transfer is None else f" · {facts.transfer.role}, KV at {facts.transfer.endpoint}"
     errors.print(
         Text(f"serving {names}", style="bold")
         + Text(
             f" at {url}/v1 · playground at {url}/ · {drafting} · {facts.max_model_len:,} tokens · "
-            f"{facts.device}, {facts.dtype} · {keys}"
+            f"{facts.device}, {facts.dtype} · {keys}{peers}"
         ),
         soft_wrap=True,
     )

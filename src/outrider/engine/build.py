@@ -12,7 +12,7 @@ from outrider.backends.registry import select_backend
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
-from outrider.engine.transfers import EngineTransfers, load_failure_of, role_of
+from outrider.engine.transfers import EngineTransfers, check_transfer_config, load_failure_of, role_of
 from outrider.errors import ConfigError
 from outrider.kv.footprint import NO_DRAFTER
 from outrider.kv.layout import KVConfig, KVLayout
@@ -68,6 +68,7 @@ def build_engine(
     progress: Progress | None = None,
 ) -> Engine:
     """Loads what `config` names. A model or a drafter that is loaded already may be passed instead."""
+    check_transfer_config(config.kv_transfer_config)
     device = resolve_device(config.device)
     backend = select_backend(config.backend, device=device, threads=config.num_threads, progress=progress)
     dtype = resolve_dtype(config.dtype, backend)
@@ -174,7 +175,12 @@ def build_engine(
     if config.kv_transfer_config is not None:
         compare_bytes = config.sanitizer != "off" and config.sanitizer_level == "bytes"
         transfers = EngineTransfers(
-            config.kv_transfer_config, scheduler, runner.store, sanitizer=sanitizer, compare_bytes=compare_bytes
+            config.kv_transfer_config,
+            scheduler,
+            runner.store,
+            vocab_size=model.spec.vocab_size,
+            sanitizer=sanitizer,
+            compare_bytes=compare_bytes,
         )
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars, transfers=transfers)
 

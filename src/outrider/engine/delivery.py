@@ -9,7 +9,7 @@ from outrider.engine.continuation import Continuation
 from outrider.engine.live import LiveRequests
 from outrider.engine.outputs import Origin, RequestOutput, SpeculationCounts, TransferTimes
 from outrider.engine.request import LiveRequest
-from outrider.engine.transfers import EngineTransfers
+from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import RequestError
 from outrider.runner.request import RunningRequest
 from outrider.runner.runner import Runner, StepResult
@@ -47,7 +47,7 @@ class Delivery:
     def _note_answer(self, answer: Fetched, scored: dict[str, list[TokenLogprobs]]) -> None:
         live, continuation = self._live.sequences[answer.sequence]
         live.transfer_failure, offer = answer.reason, answer.offer
-        if offer is None or len(live.continuations) > 1:
+        if offer is None or not live.takes_first_token:
             return
         continuation.sampling.adopt_seed(offer.seed)
         continuation.sampling.append([offer.first_token])
@@ -170,6 +170,7 @@ class Delivery:
             None if not logprobs else ScoredToken(**logprobs[0]._asdict()),
             tuple(running.drafts),
             running.next_drafts_worth_asking,
+            settings_digest(continuation.sampling.params),
         )
         prompt = record.tokens[: record.prompt_len]
         live.output.ticket = self._transfers.hand_over(continuation.sequence_id, prompt, live.salt, first)

@@ -28,7 +28,7 @@ from outrider.engine.outputs import (
     TransferCounters,
 )
 from outrider.engine.request import LiveRequest, checked_prompt
-from outrider.engine.transfers import EngineTransfers
+from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import BusyError, RequestError
 from outrider.grammar import Grammar
 from outrider.models.load import LoadedModel
@@ -145,6 +145,7 @@ class Engine:
             **asdict(driver.counters),
             recomputed_prompts=self.transfers.recomputed_prompts,
             held_pages=driver.lender.held_pages,
+            leases=len(driver.lender.leases),
         )
 
     def close(self) -> None:
@@ -171,12 +172,14 @@ class Engine:
         speculate: bool = True,
         hand_over: bool = False,
         ticket: str | None = None,
+        compute_prompt: bool = False,
     ) -> None:
         """Queue a request, or refuse it with the reason; no other request is affected.
 
         Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing. With `hand_over` it ends
         with its first token, and its KV is held for a decode worker, which the output's `ticket` leads to it. With such
-        a `ticket` it starts from the KV that a prefill worker holds.
+        a `ticket` it starts from the KV that a prefill worker holds. With `compute_prompt` even a decode worker under
+        the policy `fail` computes a prompt without one.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
@@ -192,13 +195,16 @@ class Engine:
         if hand_over:
             # The decode worker makes the continuations, and computes the prompt's scores.
             params = replace(params, n=1, prompt_logprobs=None)
-        opened = None
+        # To score a prompt, every row of it has to be computed here.
+        opened, declines = None, params.prompt_logprobs is not None
         if self.transfers is not None and ticket is not None:
             opened = self.transfers.open_ticket(request_id, ticket)
-            if params.prompt_logprobs is not None:
-                # Every row of the prompt has to be computed here.
-                self.transfers.decline(opened)
-                opened = None
+            if declines and not self.transfers.computes_prompts:
+                raise RequestError(
+                    f"request {request_id!r}: prompt_logprobs needs the whole prompt computed, and this worker computes "
+                    "no prompts (kv_load_failure_policy fail); leave prompt_logprobs out, or send the request to a "
+                    "worker that computes prompts"
+                )
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live.requests:
@@ -246,7 +252,8 @@ class Engine:
             salt=salt,
             use_cache=params.prompt_logprobs is None,
             hand_over=hand_over,
-            awaits_peer=opened is not None,
+            awaits_peer=opened is not None and not declines,
+            compute_prompt=compute_prompt,
         )
         try:
             record = self.scheduler.add(spec)
@@ -254,8 +261,14 @@ class Engine:
             running = RunningRequest(record, sampling, forks=samplings[1:], prompt_logprobs=params.prompt_logprobs)
             self._live.start(live, continuations[0], running)
             if self.transfers is not None and opened is not None:
+                if declines:
+                    self.transfers.decline(opened, tokens, salt)
+                    return
                 sequence_id = continuations[0].sequence_id
-                self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=params.n == 1)
+                live.takes_first_token = params.n == 1 and opened.settings == settings_digest(params)
+                self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=live.takes_first_token)
+            elif self.transfers is not None and ticket is None:
+                self.transfers.note_plain_prompt(had_no_room=compute_prompt)
         except BaseException:
             # Either all parts know the request, or none does.
             self._live.drop_all(live)

@@ -106,6 +106,8 @@ class TransferCounters:
     recomputed_prompts: int = 0
     held_pages: int = 0
     """Pages that are held for decode workers now."""
+    leases: int = 0
+    """Prompts whose KV is held for decode workers now."""
 
 
 @dataclass(slots=True)

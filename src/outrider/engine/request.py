@@ -20,6 +20,8 @@ class LiveRequest:
     continuations: list[Continuation]
     """The first runs the prompt; the others fork from it when the prompt has been computed."""
     salt: str
+    takes_first_token: bool = False
+    """Whether the first token is the one that a prefill worker sampled."""
     transfer_failure: str = ""
     """Why KV of a prefill worker did not arrive, as far as it did not."""
 

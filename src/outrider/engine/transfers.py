@@ -11,12 +11,15 @@ import secrets
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 
 from outrider.config import KVTransferConfig
 from outrider.errors import ConfigError, RequestError
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.ledger import Load
 from outrider.runner.page_store import PageStore
+from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.shadow import DURABLE
 from outrider.scheduler import LoadFailure, Role, Scheduler
@@ -26,15 +29,15 @@ from outrider.transfer.hand_offs import Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
-from outrider.transfer.offers import OfferedGroup, prompt_binding
-from outrider.transfer.records import Fetched, FirstToken, TransferLimits
+from outrider.transfer.messages import PROTOCOL
+from outrider.transfer.offers import OfferedGroup, layout_digest, prompt_binding
+from outrider.transfer.records import RENEWALS_PER_LEASE, Fetched, FirstToken, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")
 
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
-RENEWALS_PER_LEASE = 6
-"""How often a lease is prolonged before it would run out."""
+SETTINGS_BYTES = 16
 
 
 def role_of(config: KVTransferConfig | None) -> Role:
@@ -45,6 +48,38 @@ def load_failure_of(config: KVTransferConfig | None) -> LoadFailure:
     return LoadFailure.RECOMPUTE if config is None else LoadFailure(config.kv_load_failure_policy)
 
 
+def check_transfer_config(config: KVTransferConfig | None) -> None:
+    """Raises ConfigError for what can be known to be wrong before a model is loaded."""
+    if config is None:
+        return
+    if config.cluster_key is None:
+        raise ConfigError(
+            "kv_transfer_config needs a cluster key, the same for all workers; give --cluster-key @FILE, or "
+            "cluster_key in Python"
+        )
+    ClusterKey(config.cluster_key)
+    if config.kv_connector == "nixl":
+        from outrider.transfer.links.machine import checked_address
+        from outrider.transfer.links.nixl_agent import load_nixl
+
+        checked_address(config.kv_ip)
+        load_nixl()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFacts:
+    """What other workers, and the people who run them, must know about this one. No field is secret."""
+
+    connector: str
+    role: str
+    load_failure_policy: str
+    endpoint: str
+    engine: str
+    protocol: int
+    layout_digest: str
+    lease_s: float
+
+
 class EngineTransfers:
     def __init__(
         self,
@@ -52,18 +87,17 @@ class EngineTransfers:
         scheduler: Scheduler,
         store: PageStore,
         *,
+        vocab_size: int,
         sanitizer: Sanitizer | None = None,
         compare_bytes: bool = False,
     ) -> None:
-        if config.cluster_key is None:
-            raise ConfigError(
-                "kv_transfer_config needs a cluster key, the same for all workers; give --cluster-key @FILE, or "
-                "cluster_key in Python"
-            )
+        check_transfer_config(config)
+        assert config.cluster_key is not None
         self.config = config
         self.engine = secrets.token_hex(8)
         self._key = ClusterKey(config.cluster_key)
         self._store = store
+        self._scheduler = scheduler
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         limits = TransferLimits(
             lease_s=config.lease_s,
@@ -85,15 +119,41 @@ class EngineTransfers:
         self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
         checks = None if sanitizer is None else SlotChecks(sanitizer, scheduler, store, compare_bytes)
         self.driver = TransferDriver(
-            scheduler, self.link, lender, clock=time.monotonic, time_of_day=time.time, checks=checks
+            scheduler,
+            self.link,
+            lender,
+            clock=time.monotonic,
+            time_of_day=time.time,
+            checks=checks,
+            vocab_size=vocab_size,
         )
         self.recomputed_prompts = 0
-        """Number of prompts that were computed here although a prefill worker had computed them."""
+        """Number of prompts that were computed here although a prefill worker was to compute them."""
+        self._recomputes = load_failure_of(config) is LoadFailure.RECOMPUTE
 
     def _digest_held(self, group: int, held: OfferedGroup, interval: Interval) -> bytes:
         return self._store.slots_digest(group, held.pages, interval)
 
     # ---- requests ----------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> WorkerFacts:
+        kv = self._scheduler.kv
+        return WorkerFacts(
+            connector=self.config.kv_connector,
+            role=self.config.kv_role,
+            load_failure_policy=self.config.kv_load_failure_policy,
+            endpoint=self.link.endpoint,
+            engine=self.engine,
+            protocol=PROTOCOL,
+            layout_digest=layout_digest(kv.layout, kv.config.identity).hex(),
+            lease_s=self.config.lease_s,
+        )
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether a prompt without a prefill worker's KV is computed here."""
+        return self.config.kv_role != "kv_consumer" or load_failure_of(self.config) is LoadFailure.RECOMPUTE
 
     def open_ticket(self, request_id: str, ticket: str) -> Ticket:
         """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
@@ -107,10 +167,15 @@ class EngineTransfers:
     def fetch(self, sequence: str, ticket: Ticket, tokens: Sequence[int], salt: str, *, takes_token: bool) -> None:
         self.driver.fetch(sequence, ticket, binding=prompt_binding(tokens, salt=salt), takes_token=takes_token)
 
-    def decline(self, ticket: Ticket) -> None:
+    def note_plain_prompt(self, *, had_no_room: bool) -> None:
+        """Count a prompt without a ticket, if a prefill worker was to compute it: that worker had no room to hold the
+        KV, or this one leaves prompts to others."""
+        self.recomputed_prompts += had_no_room or not self.config.hands_over
+
+    def decline(self, ticket: Ticket, tokens: Sequence[int], salt: str) -> None:
         """Let a prefill worker know that its KV is not needed."""
         self.recomputed_prompts += 1
-        self.driver.decline(ticket)
+        self.driver.decline(ticket, binding=prompt_binding(tokens, salt=salt))
 
     def hand_over(self, sequence: str, prompt: Sequence[int], salt: str, first: FirstToken) -> str | None:
         """Returns the ticket for a prompt that was computed; None if too much is held for others already."""
@@ -122,8 +187,8 @@ class EngineTransfers:
         fetched = self.driver.advance()
         for answer in fetched:
             if answer.offer is None:
-                self.recomputed_prompts += 1
-                logger.warning("no KV came for request %s: %s", answer.sequence, answer.reason)
+                self.recomputed_prompts += self._recomputes
+                logger.warning("no KV came from %s for request %s: %s", answer.peer, answer.sequence, answer.reason)
         return fetched
 
     def start_loads(self) -> None:
@@ -133,7 +198,10 @@ class EngineTransfers:
         settled = self.driver.take_settled()
         for hand_off in settled:
             if hand_off.reason:
-                logger.warning("not all KV came for request %s: %s", hand_off.sequence, hand_off.reason)
+                self.recomputed_prompts += self._recomputes and not hand_off.transferred_tokens
+                logger.warning(
+                    "not all KV came from %s for request %s: %s", hand_off.peer, hand_off.sequence, hand_off.reason
+                )
         return settled
 
     # ---- waiting -----------------------------------------------------------------------------------
@@ -168,6 +236,25 @@ class EngineTransfers:
 
     def close(self) -> None:
         self.driver.close()
+
+
+def settings_digest(params: SamplingParams) -> bytes:
+    """Returns a digest of the settings that a first token and its log-probabilities depend on.
+
+    Proxies change settings on the way: some ask the prefill worker for at least one token, where the client did not. A
+    decode worker takes only a first token that was drawn with its own settings, and otherwise draws one itself.
+    """
+    hides_ends = params.min_tokens > 0
+    settings = (
+        None if params.greedy else (params.temperature, params.top_p, params.top_k, params.min_p, params.seed),
+        (params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        sorted((params.logit_bias or {}).items()),
+        None if params.allowed_token_ids is None else sorted(params.allowed_token_ids),
+        hides_ends and sorted(params.stop_tokens),
+        params.logprobs,
+        None if params.grammar is None else (params.grammar.kind.value, params.grammar.text),
+    )
+    return blake2b(repr(settings).encode(), digest_size=SETTINGS_BYTES).digest()
 
 
 def make_link(config: KVTransferConfig, memory: MemoryMap, desk: Desk, key: ClusterKey, *, engine: str) -> Link:

@@ -84,9 +84,9 @@ class ServerConfig:
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} may be at most {most}, got {getattr(self, name)}")
         for name in ("render_limit_s", "request_limit_s", "idle_limit_s", "engine_timeout_s"):
-            _seconds(getattr(self, name), name, zero=False)
+            check_seconds(getattr(self, name), name, zero=False)
         for name in ("drain_limit_s", "log_interval_s"):
-            _seconds(getattr(self, name), name, zero=True)
+            check_seconds(getattr(self, name), name, zero=True)
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", self.metrics_prefix):
             raise ConfigError(
                 f"metrics_prefix must be letters, digits, _ and :, such as 'vllm:', got {self.metrics_prefix!r}"
@@ -108,7 +108,8 @@ class ServerConfig:
         return self.host in LOOPBACK
 
 
-def _seconds(value: object, name: str, *, zero: bool) -> None:
+def check_seconds(value: object, name: str, *, zero: bool) -> None:
+    """Refuse anything but a time; 0 only where `zero` says that it means something."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
     if not good or (value == 0 and not zero):
         raise ConfigError(f"{name} must be a number of seconds{'' if zero else ' above 0'}, got {value!r}")

@@ -1,7 +1,7 @@
 """Messages between the front end and the engine process: typed, as MessagePack, one message per ZMQ frame.
 
-    front end ──Submit, Abort, ResetCache, LookAtPages, Ping, Stop──▶ engine process
-    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Pong── engine process
+    front end ──Submit, Abort, ResetCache, LookAtPages, LookAtTransfers, Ping, Stop──▶ engine process
+    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Transfers, Pong──
 
 Nothing is ever unpickled: the decoder refuses a frame that is none of these messages.
 """
@@ -47,6 +47,12 @@ class Submit(Message, frozen=True, kw_only=True):
     speculate: bool = True
     stream: bool = True
     """False for one delta, at the end."""
+    hand_over: bool = False
+    """Whether the request ends with its first token, and its KV is held for a decode worker."""
+    ticket: str | None = None
+    """What leads to the KV that a prefill worker holds for this request."""
+    compute_prompt: bool = False
+    """Whether a decode worker that otherwise computes no prompts computes this one."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -61,6 +67,10 @@ class LookAtPages(Message, frozen=True, kw_only=True):
     call: int
 
 
+class LookAtTransfers(Message, frozen=True, kw_only=True):
+    call: int
+
+
 class Ping(Message, frozen=True, kw_only=True):
     pass
 
@@ -69,7 +79,7 @@ class Stop(Message, frozen=True, kw_only=True):
     pass
 
 
-ToEngine = Submit | Abort | ResetCache | LookAtPages | Ping | Stop
+ToEngine = Submit | Abort | ResetCache | LookAtPages | LookAtTransfers | Ping | Stop
 
 
 # ---- to the front end ------------------------------------------------------------------------------
@@ -108,6 +118,31 @@ class TextFacts(Record, frozen=True, kw_only=True):
         )
 
 
+class TransferFacts(Record, frozen=True, kw_only=True):
+    """An engine's part in prefill/decode disaggregation. It changes when the engine process is replaced."""
+
+    connector: str
+    role: str
+    load_failure_policy: str
+    endpoint: str
+    """Where other workers reach this one."""
+    engine: str
+    """The engine's id, which is new at each start."""
+    protocol: int
+    layout_digest: str
+    """Digest of the protocol and of the target's KV, in hexadecimal digits: workers that differ in it cannot exchange
+    KV."""
+    lease_s: float
+
+    @property
+    def hands_over(self) -> bool:
+        return self.role != "kv_consumer"
+
+    @property
+    def fetches(self) -> bool:
+        return self.role != "kv_producer"
+
+
 class Facts(Record, frozen=True, kw_only=True):
     """What the front end must know about the engine."""
 
@@ -126,6 +161,8 @@ class Facts(Record, frozen=True, kw_only=True):
     kv_tokens: int
     supports_grammars: bool
     sanitizer: str
+    transfer: TransferFacts | None = None
+    """None for an engine that neither hands KV over nor takes it."""
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -151,6 +188,15 @@ class Scored(Record, frozen=True, kw_only=True):
     top: list[tuple[int, float]]
 
 
+class TransferFigures(Record, frozen=True, kw_only=True):
+    """What it took to move one prompt's KV from its prefill worker: see engine.outputs.TransferTimes."""
+
+    queued_s: float
+    read_s: float
+    confirmed_s: float
+    bytes: int
+
+
 class Ending(Record, frozen=True, kw_only=True):
     """How a whole request ended, with all its continuations."""
 
@@ -170,6 +216,13 @@ class Ending(Record, frozen=True, kw_only=True):
     error: str | None = None
     is_engine_fault: bool = True
     """Whether the engine caused the error, and not the request's own settings."""
+    error_code: str | None = None
+    """A name for the error that programs can test for."""
+    ticket: str | None = None
+    """What a decode worker needs to take the request over, if it was handed over with its KV."""
+    transferred_tokens: int = 0
+    """Number of prompt tokens whose KV came from a prefill worker."""
+    transfer: TransferFigures | None = None
 
 
 class Delta(Record, frozen=True, kw_only=True):
@@ -210,6 +263,19 @@ class Counters(Record, frozen=True, kw_only=True):
     dropped_drafts: int = 0
     violations: int = 0
     """Number of broken invariants that the sanitizer has seen."""
+    handed_over: int = 0
+    hand_overs_refused: int = 0
+    leases_expired: int = 0
+    fetches: int = 0
+    fetch_failures: int = 0
+    draft_groups_missing: int = 0
+    recomputed_prompts: int = 0
+    transferred_bytes: int = 0
+    fences: int = 0
+    held_pages: int = 0
+    """Number of pages that are held for decode workers now."""
+    leases: int = 0
+    """Number of prompts whose KV is held for decode workers now."""
 
 
 class StepReport(Message, frozen=True, kw_only=True):
@@ -257,6 +323,14 @@ class Pages(Message, frozen=True, kw_only=True):
     """Recent hits of each tenant, the latest first."""
 
 
+class Transfers(Message, frozen=True, kw_only=True):
+    call: int
+    transport: str
+    """How bytes travel: the link, and what it has chosen for each peer."""
+    counters: dict[str, int]
+    """Totals of this engine process by name, and what is held now."""
+
+
 class Pong(Message, frozen=True, kw_only=True):
     """The answer to Ping, sent between two steps."""
 
@@ -265,7 +339,7 @@ class Pong(Message, frozen=True, kw_only=True):
     has_work: bool
 
 
-ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Pong
+ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Transfers | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -45,13 +45,16 @@ class TransferDriver:
         time_of_day: Callable[[], float],
         tiers: Tiers | None = None,
         checks: TransferChecks | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`lender`: the same worker's own promises, which its link answers for."""
+        """`lender`: the same worker's own promises, which its link answers for. `vocab_size`: number of tokens that a
+        prefill worker may name; None if any may be."""
         self.engine = lender.engine
         self.limits = lender.limits
         self.counters = lender.counters
         self.lender = lender
         self.checks = checks
+        self._vocab_size = vocab_size
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._layout = scheduler.kv.layout
@@ -68,6 +71,7 @@ class TransferDriver:
             self._identity,
             reader=self.engine,
             answer_s=self.limits.answer_s,
+            renew_s=self.limits.renew_s,
             counters=self.counters,
             clock=clock,
         )
@@ -107,8 +111,11 @@ class TransferDriver:
         elif peer.engine is not None and not peer.fencing:
             self._ask(hand_off, peer)
 
-    def decline(self, ticket: Ticket) -> None:
-        """Let the prefill worker of a ticket know that its KV is not needed."""
+    def decline(self, ticket: Ticket, *, binding: bytes) -> None:
+        """Let the prefill worker of a ticket know that its KV is not needed, unless another request reads it or the
+        ticket is for another prompt: a ticket that is repeated takes nothing away from its owner."""
+        if ticket.binding != binding or self._hand_offs.of_lease(ticket.lease) is not None:
+            return
         self._link.send(ticket.endpoint, Release(lease=ticket.lease, reader=self.engine))
 
     def _ask(self, hand_off: HandOff, peer: Peer) -> None:
@@ -152,6 +159,8 @@ class TransferDriver:
             offer = from_wire(message, peer.signatures)
             if offer.engine != hand_off.ticket.engine or offer.binding != hand_off.ticket.binding:
                 raise TransferError(f"{offer} is for another prompt than its ticket")
+            if self._vocab_size is not None:
+                offer.check_tokens(self._vocab_size)
             remote = offered_intervals(self._layout, self._identity, offer)
         except TransferError as error:
             self._not_fetched(hand_off, str(error))
@@ -159,6 +168,7 @@ class TransferDriver:
         hand_off.offer = offer
         self.counters.draft_groups_missing += peer.lacks_groups
         self._enter(hand_off, Phase.QUEUED, self.limits.lease_s)
+        self._renew_at_s = min(self._renew_at_s, hand_off.since_s + peer.renew_s)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
             self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
@@ -168,7 +178,7 @@ class TransferDriver:
     def _not_fetched(self, hand_off: HandOff, reason: str) -> None:
         self.counters.fetch_failures += 1
         self._hand_offs.forget(hand_off)
-        self._fetched.append(Fetched(hand_off.sequence, None, reason))
+        self._fetched.append(Fetched(hand_off.sequence, None, hand_off.without_address(reason), hand_off.peer))
         self._scheduler.not_fetched(hand_off.sequence)
 
     def _enter(self, hand_off: HandOff, phase: Phase, limit_s: float = 0.0) -> None:
@@ -272,16 +282,20 @@ class TransferDriver:
             return
         if not message.held:
             hand_off.reason = "the prefill worker's lease ended before everything had been read"
-        elif message.digests:
+        elif self.checks is not None and self.checks.compares_bytes:
             self._compare(hand_off, message.digests)
         self._settle(hand_off, held=message.held)
 
     def _compare(self, hand_off: HandOff, digests: Sequence[bytes]) -> None:
         """Take back what did not arrive as it was sent."""
         assert self.checks is not None and hand_off.offer is not None
+        if len(digests) != len(hand_off.landed):
+            hand_off.reason = "the prefill worker sent no digests of what it holds"
+            hand_off.failed, hand_off.landed = hand_off.failed + hand_off.landed, []
+            return
         good = []
         for place, load in enumerate(hand_off.landed):
-            if place < len(digests) and digests[place] == self.checks.digest(hand_off.sequence, load):
+            if digests[place] == self.checks.digest(hand_off.sequence, load):
                 good.append(load)
             else:
                 hand_off.failed.append(load)
@@ -307,7 +321,8 @@ class TransferDriver:
     def _report(self, hand_off: HandOff) -> None:
         moved = sum(self._load_bytes(load) for load in hand_off.landed)
         confirmed_s = self._clock() - hand_off.since_s if hand_off.phase is Phase.CONFIRMING else 0.0
-        settled = hand_off.settled(transferred_bytes=moved, confirmed_s=confirmed_s)
+        target_groups = self._layout.target_groups
+        settled = hand_off.settled(transferred_bytes=moved, confirmed_s=confirmed_s, target_groups=target_groups)
         self.counters.fetch_failures += bool(hand_off.failed or hand_off.reason)
         self.counters.transferred_tokens += settled.transferred_tokens
         self.counters.transferred_bytes += moved
@@ -467,11 +482,12 @@ class TransferDriver:
     def _renew(self, now_s: float) -> None:
         if now_s < self._renew_at_s:
             return
-        self._renew_at_s = now_s + self.limits.renew_s
         leases: dict[str, list[bytes]] = {}
         for hand_off in self._hand_offs.current():
             if hand_off.offer is not None:
                 leases.setdefault(hand_off.peer, []).append(hand_off.ticket.lease)
+        peers = [peer for peer in map(self._peers.get, leases) if peer is not None and peer.engine is not None]
+        self._renew_at_s = now_s + min((peer.renew_s for peer in peers), default=self.limits.renew_s)
         for endpoint, names in leases.items():
             self._link.send(endpoint, Renew(leases=names, reader=self.engine))
 

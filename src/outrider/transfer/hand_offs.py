@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class Settled(NamedTuple):
     """From the last byte until the prefill worker had confirmed."""
     reason: str
     """Why some or all of the KV did not arrive; empty if all of it did."""
+    peer: str
+    """Endpoint of the prefill worker, for logs: clients must not learn it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +70,13 @@ class HandOff:
     def peer(self) -> str:
         return self.ticket.endpoint
 
-    def settled(self, *, transferred_bytes: int, confirmed_s: float) -> Settled:
-        complete = not self.failed and not self.reason
+    def without_address(self, reason: str) -> str:
+        """Returns a reason as clients may read it."""
+        return reason.replace(self.peer, "the prefill worker")
+
+    def settled(self, *, transferred_bytes: int, confirmed_s: float, target_groups: Container[int]) -> Settled:
+        # Without the drafter's KV the prompt has arrived all the same.
+        complete = not any(load.group in target_groups for load in self.failed)
         return Settled(
             self.sequence,
             self.cached_tokens,
@@ -77,7 +85,8 @@ class HandOff:
             self.queued_s,
             self.read_s,
             confirmed_s,
-            self.reason,
+            self.without_address(self.reason),
+            self.peer,
         )
 
 

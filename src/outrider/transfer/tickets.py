@@ -30,6 +30,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     expires_s: float
     """Time of day after which the ticket is not worth a question. The lease itself ends by the prefill worker's
     clock."""
+    settings: bytes = b""
+    """Digest of the sampling settings that the first token was drawn with. A proxy may have changed them."""
 
     def refusal(self, binding: bytes, now_s: float) -> str:
         """Returns why this ticket, which is of this cluster, is of no use to a request with this binding; nothing if it

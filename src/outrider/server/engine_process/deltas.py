@@ -7,12 +7,13 @@ is reported when all of its text can be shown, so that in every delta the joined
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import msgspec
 
 from outrider.engine.outputs import CompletionOutput, RequestOutput
 from outrider.runner.logprobs import TokenLogprobs
-from outrider.server.messages import Delta, Ending, Scored
+from outrider.server.messages import Delta, Ending, Scored, TransferFigures
 
 
 class RequestReporter:
@@ -127,5 +128,9 @@ def _with_ending(delta: Delta, output: RequestOutput, arrival_s: float) -> Delta
         prompt_logprobs=None if prompt is None else [None if one is None else scored([one])[0] for one in prompt],
         error=output.error,
         is_engine_fault=not output.error_is_callers,
+        error_code=output.error_code,
+        ticket=output.ticket,
+        transferred_tokens=metrics.transferred_tokens,
+        transfer=None if metrics.transfer is None else TransferFigures(**asdict(metrics.transfer)),
     )
     return msgspec.structs.replace(delta, ending=ending)

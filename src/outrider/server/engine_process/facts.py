@@ -8,7 +8,32 @@ from dataclasses import asdict
 
 from outrider.engine.engine import Engine
 from outrider.kv.census import take_census
-from outrider.server.messages import ArenaPages, Counters, Facts, GroupPageCounts, Pages, RecentHit, TextFacts
+from outrider.server.messages import (
+    ArenaPages,
+    Counters,
+    Facts,
+    GroupPageCounts,
+    Pages,
+    RecentHit,
+    TextFacts,
+    TransferFacts,
+    Transfers,
+)
+
+TRANSFER_COUNTERS = (
+    "handed_over",
+    "hand_overs_refused",
+    "leases_expired",
+    "fetches",
+    "fetch_failures",
+    "draft_groups_missing",
+    "recomputed_prompts",
+    "transferred_bytes",
+    "fences",
+    "held_pages",
+    "leases",
+)
+"""Counters of hand-offs that have the same name in reports."""
 
 
 def facts_of(engine: Engine) -> Facts:
@@ -39,13 +64,14 @@ def facts_of(engine: Engine) -> Facts:
         kv_tokens=min((kv.pool.arena(g).num_pages - 1) * kv.layout.groups[g].page_tokens for g in target),
         supports_grammars=engine.supports_grammars,
         sanitizer=config.sanitizer,
+        transfer=None if engine.transfers is None else TransferFacts(**asdict(engine.transfers.facts)),
     )
 
 
 def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, aborted: int) -> Counters:
     scheduler, kv = engine.scheduler, engine.scheduler.kv
     pages = sum(arena.num_pages - 1 for arena in kv.pool.arenas)
-    speculation, sanitizer = engine.speculation, engine.sanitizer
+    speculation, sanitizer, transfers = engine.speculation, engine.sanitizer, engine.transfer_counters()
     return Counters(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting + scheduler.num_loading,
@@ -54,6 +80,8 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, ab
         preemptions=scheduler.num_preemptions,
         queried_tokens=kv.queried_tokens,
         hit_tokens=kv.hit_tokens,
+        external_queried_tokens=transfers.queried_tokens,
+        external_hit_tokens=transfers.transferred_tokens,
         prompt_tokens=prompt_tokens,
         generated_tokens=generated_tokens,
         drafts=speculation.drafts,
@@ -62,6 +90,15 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, ab
         accepted_at=speculation.accepted_at,
         dropped_drafts=kv.dropped_drafts,
         violations=0 if sanitizer is None else len(sanitizer.violations),
+        **{name: getattr(transfers, name) for name in TRANSFER_COUNTERS},
+    )
+
+
+def transfers_of(engine: Engine, call: int) -> Transfers:
+    return Transfers(
+        call=call,
+        transport="" if engine.transfers is None else engine.transfers.link.transport,
+        counters=asdict(engine.transfer_counters()),
     )
 
 

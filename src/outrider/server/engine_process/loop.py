@@ -14,13 +14,15 @@ import zmq
 from outrider.engine.engine import Engine
 from outrider.errors import NotNowError, RequestError
 from outrider.server.engine_process.deltas import RequestReporter
-from outrider.server.engine_process.facts import RecentHits, counters_of, facts_of, pages_of
+from outrider.server.engine_process.facts import RecentHits, counters_of, facts_of, pages_of, transfers_of
 from outrider.server.messages import (
     Abort,
     Accepted,
     CacheWasReset,
+    Counters,
     Delta,
     LookAtPages,
+    LookAtTransfers,
     Ping,
     Pong,
     Ready,
@@ -53,6 +55,8 @@ class EngineLoop:
         self._aborted = 0
         self._gaps_s: list[float] = []
         self._reported_s = 0.0
+        self._counters = Counters()
+        """Figures that were reported last."""
         self._stopped = False
         self._failed_steps = 0
 
@@ -63,7 +67,7 @@ class EngineLoop:
             if self._engine.has_work:
                 self._step()
             else:
-                self._engine.tend()
+                self._tend()
         self._engine.close()
 
     def _send(self, message: ToFront) -> None:
@@ -110,6 +114,8 @@ class EngineLoop:
                 self._send(CacheWasReset(call=call))
             case LookAtPages(call=call):
                 self._send(pages_of(self._engine, call, self._hits))
+            case LookAtTransfers(call=call):
+                self._send(transfers_of(self._engine, call))
             case Ping():
                 steps = self._engine.scheduler.kv.pool.last_completed + 1
                 self._send(Pong(steps=steps, has_work=self._engine.has_work))
@@ -126,6 +132,9 @@ class EngineLoop:
                 priority=order.priority,
                 salt=order.salt,
                 speculate=order.speculate,
+                hand_over=order.hand_over,
+                ticket=order.ticket,
+                compute_prompt=order.compute_prompt,
             )
         except Exception as error:
             # Whatever is wrong with this request, others are not affected.
@@ -181,13 +190,20 @@ class EngineLoop:
             self._gaps_s.append(now - reporter.last_tokens_s)
         reporter.last_tokens_s = now
 
+    def _tend(self) -> None:
+        """Let KV go that is not held for other workers any more, and tell the front end, which may wait for it."""
+        self._engine.tend()
+        now, reported = self._engine.transfer_counters(), self._counters
+        if (now.leases, now.held_pages) != (reported.leases, reported.held_pages):
+            self._report([])
+
     def _report(self, deltas: list[Delta], now: float | None = None) -> None:
         gaps, self._gaps_s = self._gaps_s, []
         self._reported_s = time.monotonic() if now is None else now
-        counters = counters_of(
+        self._counters = counters_of(
             self._engine,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             aborted=self._aborted,
         )
-        self._send(StepReport(deltas=deltas, counters=counters, gaps_s=gaps))
+        self._send(StepReport(deltas=deltas, counters=self._counters, gaps_s=gaps))

@@ -21,7 +21,7 @@ def warm_up(engine: Engine) -> None:
         )
     ):
         try:
-            engine.add_request(f"warm-up-{number}", prompt, params)
+            engine.add_request(f"warm-up-{number}", prompt, params, compute_prompt=True)
         except RequestError:
             # The context is too short for this request, but not for shorter ones.
             continue
@@ -31,3 +31,5 @@ def warm_up(engine: Engine) -> None:
         engine.step()
     engine.reset_prefix_cache()
     engine.speculation.clear()
+    if engine.transfers is not None:
+        engine.transfers.recomputed_prompts = 0

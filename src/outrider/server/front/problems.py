@@ -52,6 +52,10 @@ def engine_hung(silent_s: float) -> Problem:
     )
 
 
+def transfer_failed(why: str) -> Problem:
+    return Problem(why, status=503, type="server_error", code="kv_transfer_failed", retry_after_s=1)
+
+
 def queue_full(waiting: int) -> Problem:
     return Problem(
         f"the queue is full ({waiting} continuations are open); try again in a moment",

@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from outrider.errors import NotNowError, RequestError
 from outrider.sampling import SamplingParams
 from outrider.server.config import ServerConfig
-from outrider.server.front.problems import Problem, queue_full, unavailable
+from outrider.server.front.problems import Problem, queue_full, transfer_failed, unavailable
 from outrider.server.front.streams import Arrival, Job
 from outrider.server.front.supervisor import State, Supervisor
 from outrider.server.front.tokens import TokenTexts
+from outrider.server.front.transfers import FIELD
 from outrider.server.messages import Accepted, Delta, Facts, Pages, Refused, Submit
 from outrider.server.observe.metrics import Metrics
 from outrider.server.observe.tracing import Tracer
@@ -207,16 +208,15 @@ class Answers:
         while not self._job.finished:
             place, item = await self._next()
             assert isinstance(item, Delta)
-            if item.ending is not None and item.ending.error is not None:
-                if not item.ending.is_engine_fault:
-                    raise Problem(item.ending.error)
-                raise Problem(
-                    f"the engine could not finish this request: {item.ending.error}",
-                    status=500,
-                    type="server_error",
-                    code="engine_error",
-                )
+            check_ending(item)
             yield place, item
+
+    async def begun(self) -> None:
+        """Waits until the first order has yielded something, so that a failure before it has an HTTP status."""
+        arrival = await self._next()
+        assert isinstance(arrival.item, Delta)
+        check_ending(arrival.item)
+        self._job.put_back([arrival])
 
     async def _next(self) -> Arrival:
         try:
@@ -235,7 +235,25 @@ class Answers:
                 raise Problem(item.message, status=500, type="server_error", code="engine_error")
             if item.is_for_now:
                 raise unavailable(item.message)
-            raise Problem(item.message)
+            # A message about a field begins with its name.
+            raise Problem(item.message, param=FIELD if item.message.startswith(FIELD) else None)
         if isinstance(item, Exception):
             raise item
         return arrival
+
+
+def check_ending(delta: Delta) -> None:
+    """Raises a Problem if the delta says that its request has failed."""
+    ending = delta.ending
+    if ending is None or ending.error is None:
+        return
+    if not ending.is_engine_fault:
+        raise Problem(ending.error)
+    if ending.error_code == "kv_transfer_failed":
+        raise transfer_failed(ending.error)
+    raise Problem(
+        f"the engine could not finish this request: {ending.error}",
+        status=500,
+        type="server_error",
+        code="engine_error",
+    )

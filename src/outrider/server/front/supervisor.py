@@ -32,6 +32,7 @@ from outrider.server.messages import (
     Facts,
     Loading,
     LookAtPages,
+    LookAtTransfers,
     Pages,
     Ping,
     Pong,
@@ -43,6 +44,7 @@ from outrider.server.messages import (
     Stop,
     ToEngine,
     ToFront,
+    Transfers,
     decode_to_front,
     encode,
 )
@@ -91,7 +93,7 @@ class Supervisor:
         self._directory = tempfile.mkdtemp(prefix="outrider-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel: Channel | None = None
-        self._calls: dict[int, asyncio.Future[CacheWasReset | Pages]] = {}
+        self._calls: dict[int, asyncio.Future[CacheWasReset | Pages | Transfers]] = {}
         self._call_number = 0
         self._process: Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -119,10 +121,15 @@ class Supervisor:
         assert isinstance(answer, Pages)
         return answer
 
-    async def _call(self, order: Callable[[int], ToEngine]) -> CacheWasReset | Pages:
+    async def transfers(self) -> Transfers:
+        answer = await self._call(lambda call: LookAtTransfers(call=call))
+        assert isinstance(answer, Transfers)
+        return answer
+
+    async def _call(self, order: Callable[[int], ToEngine]) -> CacheWasReset | Pages | Transfers:
         self._call_number += 1
         call = self._call_number
-        future: asyncio.Future[CacheWasReset | Pages] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CacheWasReset | Pages | Transfers] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
             self.send(order(call))
@@ -238,7 +245,7 @@ class Supervisor:
                 self._on_report(message)
             case Accepted() | Refused():
                 self.requests.deliver(message.request_id, message)
-            case CacheWasReset(call=call) | Pages(call=call):
+            case CacheWasReset(call=call) | Pages(call=call) | Transfers(call=call):
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     future.set_result(message)

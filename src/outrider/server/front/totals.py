@@ -13,7 +13,7 @@ class Totals:
     """Sums over all engine requests of one client request."""
 
     def __init__(self, orders: Sequence[Submit]) -> None:
-        self._orders = len(orders)
+        self._given = orders
         self.prompt_tokens = sum(len(order.prompt_token_ids) for order in orders)
         self.completion_tokens = 0
         self.endings: list[Ending] = []
@@ -26,7 +26,7 @@ class Totals:
     @property
     def complete(self) -> bool:
         """Whether all engine requests have ended."""
-        return len(self.endings) == self._orders
+        return len(self.endings) == len(self._given)
 
     @property
     def cached_tokens(self) -> int:
@@ -37,7 +37,7 @@ class Totals:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, **self._transferred()},
         }
 
     def metrics(self) -> dict[str, Any]:
@@ -49,6 +49,28 @@ class Totals:
             "engine_time_s": max((each.finished_s - each.arrival_s for each in self.endings), default=None),
             "steps": sum(each.steps for each in self.endings),
             "speculative_decoding": self._speculation(),
+            **self._transfers(),
+        }
+
+    def _transferred(self) -> dict[str, int]:
+        """Returns the number of prompt tokens that came from prefill workers, for requests that were to get any."""
+        if all(order.ticket is None for order in self._given):
+            return {}
+        return {"transferred_tokens": sum(ending.transferred_tokens for ending in self.endings)}
+
+    def _transfers(self) -> dict[str, Any]:
+        moved = [ending for ending in self.endings if ending.transfer is not None]
+        if not moved:
+            return {}
+        figures = [ending.transfer for ending in moved if ending.transfer is not None]
+        return {
+            "kv_transfer": {
+                "queued_s": max(each.queued_s for each in figures),
+                "read_s": max(each.read_s for each in figures),
+                "confirmed_s": max(each.confirmed_s for each in figures),
+                "bytes": sum(each.bytes for each in figures),
+                "tokens": sum(ending.transferred_tokens for ending in moved),
+            }
         }
 
     def _speculation(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
 from outrider.server.http.answers import problem_answer
 
@@ -24,10 +23,10 @@ DEPTH_MAX = 64
 class BodyLimits:
     """ASGI middleware that reads the whole body before the request is handled."""
 
-    def __init__(self, app: Any, config: ServerConfig) -> None:
+    def __init__(self, app: Any, bytes_max: int, limit_s: float) -> None:
         self._app = app
-        self._bytes_max = config.body_bytes_max
-        self._limit_s = config.idle_limit_s
+        self._bytes_max = bytes_max
+        self._limit_s = limit_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):

@@ -7,7 +7,7 @@ the request in the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
@@ -35,12 +35,20 @@ def event(content: object, name: str | None = None) -> bytes:
 class EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], held: AsyncExitStack, *, idle_limit_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        held: AsyncExitStack,
+        *,
+        idle_limit_s: float,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         """`held` owns what the events come from, and is closed when the stream ends, however it ends."""
         super().__init__()
         self._events = events
         self._held = held
         self._idle_limit_s = idle_limit_s
+        self._more_headers = headers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         sender = asyncio.create_task(self._send_all(send))
@@ -57,7 +65,7 @@ class EventStream(Response):
             await self._held.aclose()
 
     async def _send_all(self, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self._more_headers]})
         async for chunk in self._events:
             async with asyncio.timeout(self._idle_limit_s):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

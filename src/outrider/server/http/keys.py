@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from outrider.server import page
-from outrider.server.config import LOOPBACK, ServerConfig
+from outrider.server.config import ServerConfig
 from outrider.server.front.problems import Problem
 from outrider.server.http.answers import problem_answer
 
@@ -32,10 +32,6 @@ class Keys:
         self._api = [_digest(key) for key in config.api_keys]
         self._admin = [_digest(key) for key in config.admin_keys]
         self._tenants = {_digest(key): tenant_of(key) for key in config.api_keys}
-        # Without keys, a web page could make its visitor's browser send requests here; their Host header gives it away.
-        self._hosts = None
-        if not config.api_keys and config.is_loopback:
-            self._hosts = frozenset(name.lower() for name in (*LOOPBACK, *config.allowed_hosts))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -47,13 +43,6 @@ class Keys:
 
     def _problem(self, scope: Any) -> Problem | None:
         headers = dict(scope["headers"])
-        if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
-            return Problem(
-                "this server has no key, so it answers to names of this machine only; start it with --api-key, or "
-                "with --allowed-host",
-                status=403,
-                code="host_not_allowed",
-            )
         path: str = scope["path"]
         if path.startswith(ADMIN_PREFIX):
             return self._admin_problem(headers)
@@ -114,11 +103,3 @@ def _given_key(headers: dict[bytes, bytes]) -> str:
 def _is_script(headers: dict[bytes, bytes]) -> bool:
     """Whether a script in a browser sent the request; offered Basic, the browser would ask for the key before it."""
     return headers.get(b"sec-fetch-mode", b"navigate") != b"navigate"
-
-
-def _host(header: bytes) -> str:
-    """Returns the host name without its port."""
-    host = header.decode("latin-1").strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from outrider.server.messages import Counters, Delta, Ending, StepReport
 
-STATES = frozenset({"running", "waiting", "kv_usage"})
+STATES = frozenset({"running", "waiting", "kv_usage", "held_pages", "leases"})
 """Counters that describe the present state, and are not added up."""
 
 
@@ -33,6 +33,11 @@ class Figures:
     def engine_ended(self) -> None:
         self._before, self._now = self.totals, Counters()
         self.restarts += 1
+
+    @property
+    def prompts_held(self) -> int:
+        """Number of prompts whose KV is held for decode workers now."""
+        return self._now.leases
 
     @property
     def totals(self) -> Counters:

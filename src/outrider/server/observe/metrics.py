@@ -24,6 +24,7 @@ ENGINE = "0"
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 GAPS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUESTS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+TRANSFERS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 COUNTERS = {
@@ -34,19 +35,33 @@ COUNTERS = {
     "prefix_cache_hits": ("hit_tokens", "Prompt tokens that the prefix cache had."),
     "external_prefix_cache_queries": (
         "external_queried_tokens",
-        "Prompt tokens that were looked up in tiers outside the device.",
+        "Prompt tokens that the prefix cache lacked and a prefill worker was to send.",
     ),
-    "external_prefix_cache_hits": ("external_hit_tokens", "Prompt tokens that tiers outside the device had."),
+    "external_prefix_cache_hits": ("external_hit_tokens", "Prompt tokens whose KV came from a prefill worker."),
     "num_preemptions": ("preemptions", "Requests that lost their KV to other requests and were computed again."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests."),
     "generation_tokens": ("generated_tokens", "Generated tokens."),
     "spec_decode_num_dropped": ("dropped_drafts", "Times that a request stopped drafting for lack of pages."),
     "sanitizer_violations": ("violations", "Broken invariants that the sanitizer has seen."),
+    "kv_transfer_handed_over": ("handed_over", "Prompts whose KV was held for a decode worker."),
+    "kv_transfer_hand_overs_refused": (
+        "hand_overs_refused",
+        "Prompts that were handed over without KV, because too much was held for decode workers already.",
+    ),
+    "kv_transfer_leases_expired": ("leases_expired", "Prompts whose KV no decode worker released in time."),
+    "kv_transfer_fetches": ("fetches", "Requests that were to start from a prefill worker's KV."),
+    "kv_transfer_fetch_failures": ("fetch_failures", "Requests whose KV did not come, or not all of it."),
+    "kv_transfer_recomputed_prompts": ("recomputed_prompts", "Prompts that a decode worker computed itself."),
+    "kv_transfer_draft_groups_missing": ("draft_groups_missing", "Hand-offs without the drafter's KV."),
+    "kv_transfer_bytes": ("transferred_bytes", "Bytes of KV that came from prefill workers."),
+    "kv_transfer_fences": ("fences", "Prefill workers that were cut off because a read did not end."),
 }
 GAUGES = {
     "num_requests_running": ("running", "Continuations in the batch."),
     "num_requests_waiting": ("waiting", "Continuations that wait for a place in the batch."),
     "kv_cache_usage_perc": ("kv_usage", "Fraction of KV pages that requests hold, from 0 to 1."),
+    "kv_transfer_held_pages": ("held_pages", "KV pages that are held for decode workers."),
+    "kv_transfer_leases": ("leases", "Prompts whose KV is held for decode workers."),
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from arrival to the first token.", FIRST_TOKEN_S),
@@ -59,6 +74,9 @@ HISTOGRAMS = {
     "request_generation_tokens": ("Tokens generated for a request.", TOKENS),
     "request_max_num_generation_tokens": ("Tokens of the longest continuation.", TOKENS),
     "request_time_per_output_token_seconds": ("Mean time for each token after the first.", GAPS_S),
+    "kv_transfer_queued_seconds": ("Time from a prefill worker's offer until reading its KV began.", TRANSFERS_S),
+    "kv_transfer_read_seconds": ("Time to read the KV of a prompt.", TRANSFERS_S),
+    "kv_transfer_confirm_seconds": ("Time until the prefill worker had confirmed what was read.", TRANSFERS_S),
 }
 
 
@@ -73,6 +91,9 @@ class Metrics:
             name: Histogram(f"{prefix}{name}", text, labels, buckets=buckets, registry=self._registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        for histogram in self._histograms.values():
+            # Present from the start, with zeros.
+            histogram.labels(model_name, ENGINE)
         self._ended = Counter(
             f"{prefix}request_success",
             "Requests that ended, by reason.",
@@ -112,6 +133,10 @@ class Metrics:
         self._observe("request_prompt_tokens", ending.prompt_tokens)
         self._observe("request_generation_tokens", ending.generated_tokens)
         self._observe("request_max_num_generation_tokens", ending.longest_tokens)
+        if ending.transfer is not None:
+            self._observe("kv_transfer_queued_seconds", ending.transfer.queued_s)
+            self._observe("kv_transfer_read_seconds", ending.transfer.read_s)
+            self._observe("kv_transfer_confirm_seconds", ending.transfer.confirmed_s)
         if ending.scheduled_s is not None:
             self._observe("request_queue_time_seconds", max(0.0, ending.scheduled_s - ending.arrival_s))
         if ending.first_token_s is not None:

@@ -12,8 +12,9 @@ from outrider.server.observe.figures import Figures
 logger = logging.getLogger("outrider.server")
 
 
-async def log_figures(figures: Figures, interval_s: float) -> None:
-    """Logs until it is cancelled; silent while there is no work."""
+async def log_figures(figures: Figures, interval_s: float, *, with_transfers: bool = False) -> None:
+    """Logs until it is cancelled; silent while there is no work. `with_transfers`: this is a worker that exchanges KV
+    with others."""
     before, at = figures.totals, time.monotonic()
     was_busy = False
     while True:
@@ -22,6 +23,8 @@ async def log_figures(figures: Figures, interval_s: float) -> None:
         busy = now.generated_tokens > before.generated_tokens or now.running + now.waiting > 0
         if busy or was_busy:
             logger.info("%s", line(before, now, at - last_at))
+            if with_transfers:
+                logger.info("%s", transfer_line(before, now, at - last_at))
         before, was_busy = now, busy
 
 
@@ -42,4 +45,20 @@ def line(before: Counters, now: Counters, seconds: float) -> str:
     if drafts:
         parts.append(f"Mean acceptance length: {1 + accepted / drafts:.2f}")
         parts.append(f"Draft acceptance rate: {accepted / drafted:.1%}")
+    return ", ".join(parts)
+
+
+def transfer_line(before: Counters, now: Counters, seconds: float) -> str:
+    def new(name: str) -> int:
+        return int(getattr(now, name) - getattr(before, name))
+
+    parts = [
+        f"KV transfer: {new('handed_over')} prompts handed over",
+        f"{new('hand_overs_refused')} without KV",
+        f"{new('leases_expired')} leases expired",
+        f"Held: {now.leases} prompts, {now.held_pages} pages",
+        f"Fetches: {new('fetches')}, {new('fetch_failures')} failed",
+        f"Prompts computed here: {new('recomputed_prompts')}",
+        f"Received: {new('transferred_bytes') / seconds / 1e6:.1f} MB/s",
+    ]
     return ", ".join(parts)

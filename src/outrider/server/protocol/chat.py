@@ -83,6 +83,14 @@ class ChatRequest(GenerationFields):
         Any, not_available("verbosity", "say in a message how long the answer should be", "medium")
     ] = None
     best_of: Annotated[Any, not_available("best_of", "ask for n answers and choose", 1)] = None
+    # Reasoning is part of the text here, as the model writes it.
+    separate_reasoning: bool | None = None
+    """Accepted and ignored: routers add it to every request."""
+    stream_reasoning: bool | None = None
+    """Accepted and ignored: routers add it to every request."""
+    include_reasoning: Annotated[
+        Any, not_available("include_reasoning", "reasoning is part of the text; leave it out", True)
+    ] = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -12,6 +12,8 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 class CompletionRequest(GenerationFields):
     prompt: Prompt
     max_tokens: int | None = Field(default=16, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    """Refused unless the request goes to a prefill worker: some proxies send it there."""
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = False
     best_of: int | None = None

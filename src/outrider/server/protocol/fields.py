@@ -70,6 +70,20 @@ class IgnoredFields(Fields):
     prompt_cache_retention: str | None = None
 
 
+class KVTransferParams(BaseModel):
+    """What a proxy sends to a prefill and to a decode worker, and a prefill worker answers. Engines fill in different
+    fields; only these are read, whatever the others hold."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    do_remote_decode: bool | None = None
+    """Asks a prefill worker to compute the prompt and to hold its KV for a decode worker."""
+    do_remote_prefill: bool | None = None
+    """Asks a decode worker to start from the KV that `ticket` leads to."""
+    ticket: str | None = None
+    """The ticket that the prefill worker returned; null if it had no room to hold the KV."""
+
+
 class SharedFields(IgnoredFields):
     """Fields that all routes that generate text have in common."""
 
@@ -87,6 +101,8 @@ class SharedFields(IgnoredFields):
     """Prompts with different salts share nothing in the prefix cache."""
     speculate: bool = True
     """False decodes without drafts. The text is the same."""
+    kv_transfer_params: KVTransferParams | None = None
+    """For prefill/decode disaggregation: sent by proxies."""
     return_token_origins: bool = False
     """Whether to report of each token if it is an accepted draft, a correction, a bonus token, or plain."""
 
@@ -117,6 +133,12 @@ class GenerationFields(SharedFields):
     length_penalty: Annotated[Any, not_available("length_penalty", "it belongs to beam search; leave it out", 1)] = None
     early_stopping: Annotated[
         Any, not_available("early_stopping", "it belongs to beam search; leave it out", False)
+    ] = None
+
+    # Routers for several engines add fields of other engines to every request, with the values that change nothing.
+    no_stop_trim: Annotated[Any, not_available("no_stop_trim", "send include_stop_str_in_output instead", False)] = None
+    return_hidden_states: Annotated[
+        Any, not_available("return_hidden_states", "answers have no hidden states; leave it out", False)
     ] = None
 
     return_token_ids: bool = False

@@ -18,6 +18,7 @@ from outrider.server.front.sampling import sampling_params
 from outrider.server.front.service import Service
 from outrider.server.front.tool_calls import CallPiece, Found, ParsedCall, forced_grammar, parser_for, with_piece
 from outrider.server.front.totals import Totals
+from outrider.server.front.transfers import cut_to_first_token
 from outrider.server.http.bodies import JsonRoute
 from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.chat import ChatRequest
@@ -34,6 +35,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.model_name(body.model)
     service.check_ready()
+    body = cut_to_first_token(body)
     name = f"chatcmpl-{secrets.token_hex(12)}"
     order = await chat_order(body, request, name=name)
     writer = ChatWriter(service, body, order, name=name, model=model)

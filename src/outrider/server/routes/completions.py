@@ -17,6 +17,7 @@ from outrider.server.front.problems import Problem
 from outrider.server.front.sampling import sampling_params
 from outrider.server.front.service import Service
 from outrider.server.front.totals import Totals
+from outrider.server.front.transfers import HandOff, asks_for_hand_over, cut_to_first_token, hand_off_of
 from outrider.server.http.bodies import JsonRoute
 from outrider.server.messages import Delta, Submit
 from outrider.server.protocol.completions import CompletionRequest
@@ -33,6 +34,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.model_name(body.model)
     service.check_ready()
+    body = cut_to_first_token(body)
     _check(body)
     prompts = await _prompts(body, service)
     params = sampling_params(
@@ -59,6 +61,10 @@ def _check(body: CompletionRequest) -> None:
         raise Problem("best_of must equal n: answers are not ranked here; leave it out", param="best_of")
     if body.suffix:
         raise Problem("suffix is not supported: text is only continued, not filled in; leave it out", param="suffix")
+    if body.max_completion_tokens is not None and not asks_for_hand_over(body):
+        raise Problem(
+            "max_completion_tokens is a field of chats; use max_tokens for completions", param="max_completion_tokens"
+        )
     if body.max_tokens == 0 and not body.echo:
         raise Problem("max_tokens is 0, so there would be no answer; give at least 1, or echo", param="max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
@@ -79,6 +85,10 @@ async def _prompts(body: CompletionRequest, service: Service) -> list[tuple[str,
         items = list(given)
     if not items:
         raise Problem("prompt is an empty list; send at least one", param="prompt")
+    if len(items) > 1 and hand_off_of(body, service.facts) != HandOff():
+        raise Problem(
+            f"a request with kv_transfer_params has one prompt, got {len(items)}; send several requests", param="prompt"
+        )
     if len(items) > service.config.prompts_max:
         raise Problem(f"at most {service.config.prompts_max} prompts in one request, got {len(items)}", param="prompt")
     prompts = []

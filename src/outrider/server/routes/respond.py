@@ -13,6 +13,7 @@ from outrider.sampling import SamplingParams
 from outrider.server.front.problems import Problem
 from outrider.server.front.service import Answers, Service
 from outrider.server.front.totals import Totals
+from outrider.server.front.transfers import hand_off_of, transfer_answer
 from outrider.server.http.answers import json_answer
 from outrider.server.http.counting import ARRIVAL
 from outrider.server.http.event_stream import EventStream, unless_disconnected
@@ -54,7 +55,7 @@ def tenant_name(request: Request) -> str:
 
 def order_for(request: Request, body: GenerationFields, name: str, ids: list[int], params: SamplingParams) -> Submit:
     """Returns the order to the engine for one prompt of a request."""
-    tenant = tenant_name(request)
+    tenant, hand_off = tenant_name(request), hand_off_of(body, service_of(request).facts)
     return Submit(
         request_id=name,
         prompt_token_ids=ids,
@@ -66,6 +67,9 @@ def order_for(request: Request, body: GenerationFields, name: str, ids: list[int
         priority=body.priority,
         speculate=body.speculate,
         stream=bool(body.stream),
+        hand_over=hand_off.hand_over,
+        ticket=hand_off.ticket,
+        compute_prompt=hand_off.compute_prompt,
     )
 
 
@@ -85,7 +89,7 @@ async def respond(
         return Response(status_code=DISCONNECTED_STATUS) if answer is None else answer
     try:
         # Wait until the engine accepts, so that a refusal has an HTTP status of its own.
-        answers = await unless_disconnected(request, stack.enter_async_context(service.generate(orders)))
+        answers = await unless_disconnected(request, _begin(service, stack, orders))
     except BaseException:
         await stack.aclose()
         raise
@@ -103,7 +107,18 @@ async def _whole(
             totals.take(delta)
             for _event in writer.delta(place, delta, totals):
                 raise AssertionError("an answer that is not streamed has no events")
-    return json_answer(writer.whole(totals))
+    content = writer.whole(totals)
+    if orders[0].hand_over:
+        content["kv_transfer_params"] = transfer_answer(totals.endings[0], orders[0].request_id, service.facts)
+    return json_answer(content)
+
+
+async def _begin(service: Service, stack: AsyncExitStack, orders: Sequence[Submit]) -> Answers:
+    answers = await stack.enter_async_context(service.generate(orders))
+    if any(order.ticket is not None for order in orders):
+        # KV of another worker may turn out to be missing, which is no success either.
+        await answers.begun()
+    return answers
 
 
 async def _events(answers: Answers, writer: Writer, totals: Totals) -> AsyncGenerator[bytes, None]:

@@ -15,6 +15,7 @@ from outrider.server.front.problems import Problem
 from outrider.server.front.service import Service
 from outrider.server.front.tool_calls import CallPiece
 from outrider.server.front.totals import Totals
+from outrider.server.front.transfers import cut_to_first_token
 from outrider.server.http.bodies import JsonRoute
 from outrider.server.http.event_stream import event
 from outrider.server.messages import Delta
@@ -36,7 +37,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     model = service.model_name(body.model)
     service.check_ready()
     name = f"resp_{secrets.token_hex(12)}"
-    chat = as_chat(body)
+    chat = cut_to_first_token(as_chat(body))
     order = await chat_order(chat, request, name=name)
     writer = ResponseWriter(service, body, chat, name=name, model=model)
     return await respond(request, [order], writer, name=name, model=model, stream=bool(body.stream))
@@ -183,7 +184,7 @@ class ResponseWriter:
         yield self._event("failed", response=self._response("failed") | {"error": error})
         number, self._events = self._events, self._events + 1
         body = problem.body()["error"]
-        yield event({"type": "error", "sequence_number": number, **body, "error": body}, "error")
+        yield event({**body, "type": "error", "sequence_number": number, "error": body}, "error")
 
     # ---- whole -------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""Routes about the server itself: GET /health, /ready, /version, /v1/models and /metrics; POST /admin/…, which need an
-admin key."""
+"""Routes about the server itself: GET /health, /ready, /version, /v1/models, /metrics and /kv_transfer; POST /admin/…,
+which need an admin key."""
 
 from __future__ import annotations
 
@@ -58,6 +58,37 @@ async def model(name: str, request: Request) -> Response:
 @router.get("/metrics", responses=PROBLEMS, summary="Metrics for Prometheus")
 async def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/kv_transfer", responses=PROBLEMS, summary="This worker's part in prefill/decode disaggregation")
+async def kv_transfer(request: Request) -> Response:
+    """What a proxy and `outrider doctor --peer` must know: role, endpoint, what must be equal on both workers, and
+    counters since the engine process started."""
+    service = service_of(request)
+    facts = service.facts.transfer
+    if facts is None:
+        raise Problem(
+            "this server exchanges no KV with other workers; start it with --kv-transfer-config and --cluster-key",
+            status=404,
+            code="kv_transfer_not_configured",
+        )
+    now = await service.supervisor.transfers()
+    return json_answer(
+        {
+            "role": facts.role,
+            "connector": facts.connector,
+            "load_failure_policy": facts.load_failure_policy,
+            "endpoint": facts.endpoint,
+            "engine_id": facts.engine,
+            "transport": now.transport,
+            "protocol": facts.protocol,
+            "layout_digest": facts.layout_digest,
+            "lease_s": facts.lease_s,
+            "held_pages": now.counters["held_pages"],
+            "leases": now.counters["leases"],
+            "counters": {name: count for name, count in now.counters.items() if name not in ("held_pages", "leases")},
+        }
+    )
 
 
 @router.post("/admin/reset_prefix_cache", responses=PROBLEMS, summary="Forget every cached prompt")

@@ -1,4 +1,5 @@
-"""`outrider serve` as a child process: start it, wait until it serves, look at its children, stop it."""
+"""`outrider serve` or `outrider proxy` as a child process: start it, wait until it serves, look at its children, stop
+it."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ SERVING_AT = re.compile(r"at (http://\S+)/v1")
 class ServerProcess:
     """A server on a free port."""
 
-    def __init__(self, options: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, options: Sequence[str], *, command: str = "serve", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "outrider", "serve", "--port", "0", *options],
+            [sys.executable, "-m", "outrider", command, "--port", "0", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -163,7 +163,7 @@ class Worker:
         self.link = VirtualLink(self, self.world.network, lender.desk, endpoint)
         tiers = TierLoads(self, self.counts, self.world.at)
         self.driver = TransferDriver(
-            self.scheduler, self.link, lender, tiers=tiers, checks=ArrivalChecks(self), **clocks
+            self.scheduler, self.link, lender, tiers=tiers, checks=ArrivalChecks(self), vocab_size=None, **clocks
         )
 
     def _tiers(self, remote: FakeTier | None) -> tuple[FakeTier, ...]:
