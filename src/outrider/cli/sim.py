@@ -172,14 +172,15 @@ def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
 
 def _phase_table(tally: Tally) -> Table:
     """Returns how often each fault befell a hand-off in each of its phases."""
-    table = Table(title="faults by phase of the hand-off", title_justify="left")
-    table.add_column("")
+    title = "faults by phase of the hand-off (P: of its prefill worker, D: of its decode worker)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
     for phase in PHASES:
-        table.add_column(phase, justify="right")
+        table.add_column(phase, justify="right", no_wrap=True)
     for kind, side in dict.fromkeys((kind, side) for kind, _phase, side in PHASE_FAULTS):
         known = [phase for other, phase, its_side in PHASE_FAULTS if (other, its_side) == (kind, side)]
         counts = [f"{tally.faults[phase_fault(kind, phase, side)]:,}" if phase in known else "" for phase in PHASES]
-        table.add_row(f"{kind} of {side} worker" if side else kind, *counts)
+        table.add_row(f"{kind} {side[0].upper()}" if side else kind, *counts)
     return table
 
 

@@ -20,7 +20,8 @@ def split_trace() -> dict[str, Any]:
     """A good trace with a peer, faults and drafts, as plain data."""
     for index in range(400):
         scenario = draw(3, index)
-        if scenario.split and scenario.faults and scenario.draft and len(scenario.workers) == 2:
+        full = not all(group.window for group in scenario.target)
+        if len(scenario.peers) == 1 and scenario.faults and scenario.draft and full:
             data: dict[str, Any] = json.loads(json.dumps(scenario.as_json()))
             return {"format": 1, "mutation": None, "failure": None, "digest": "", "scenario": data}
     raise AssertionError("no such scenario")

@@ -258,6 +258,12 @@ def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
         # Some requests come when their workers have long met, died and come back.
         late = tuple(replace(request, at=r.choice((request.at, r.randint(40, 200)))) for request in scenario.requests)
         scenario = replace(scenario, requests=late)
+    if scenario.ticket_faults and r.random() < 0.5:
+        # A ticket can only be taken for another prompt's if both are equally long.
+        length = max(4, min(len(request.prompt) for request in scenario.requests))
+        scenario = replace(
+            scenario, requests=tuple(request.with_prompt(request.prompt[:length]) for request in scenario.requests)
+        )
     faults = scenario.faults
     for name in scenario.workers:
         if r.random() < 0.1:

@@ -49,6 +49,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
             for fault in scenario.faults
         ),
         "aborted_reading": any(fault.kind == "abort" and fault.phase == "reading" for fault in scenario.faults),
+        "late_requests": any(request.at > 60 for request in scenario.requests),
         "compares_bytes": scenario.compare_bytes,
         "death": any(fault.kind == "death" for fault in scenario.faults),
         "interrupt": any(fault.kind == "interrupt" for fault in scenario.faults),

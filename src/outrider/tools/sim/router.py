@@ -98,7 +98,7 @@ class Router:
         self._world.at(ticks, send)
 
     def _chance(self, what: str, order: Order) -> float:
-        return chance(self._scenario.seed, what, order.draw.id, order.num_sent)
+        return chance(self._scenario.seed, what, order.draw.id, order.num_sent, order.num_legs)
 
     def _pick(self, names: tuple[str, ...], order: Order) -> Worker:
         return self._world.workers[names[int(len(names) * self._chance("route", order))]]

@@ -86,6 +86,8 @@ class TierLoads:
         epoch = worker.scheduler.requests[sequence].epoch
         fate = load_fate(worker.scenario, sequence, f"{worker.engine}:{epoch}:{load.group}:{load.interval.start}")
         self._counts["tier_load_late"] += fate.delay > worker.driver.limits.read_s
+        # What the hit search found there is missing if the load fails, and the hand-off cannot be whole.
+        worker.world.network.trouble(worker.lease_of(sequence))
         self._at(fate.delay, lambda: self._end(number, load, page, sequence, failed=fate.failed))
         return number
 

@@ -144,7 +144,7 @@ TRANSFER_MUTATIONS: tuple[Mutation, ...] = (
         story="a prefill worker was restarted, and reads go on through the connection to the process that is gone",
         where="outrider.transfer.peers:Peers.welcome",
         change=patches.restarted_peer_trusted,
-        needs=needs("split", "death"),
+        needs=needs("split", "death", "late_requests"),
     ),
     Mutation(
         name="ticket_used_twice",

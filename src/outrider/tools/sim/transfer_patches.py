@@ -96,8 +96,8 @@ def release_at_once(original: Any) -> Any:
 def reads_end_with_their_deadline(original: Any) -> Any:
     def end_reads(self: Any, hand_off: Any) -> None:
         original(self, hand_off)
-        for number in list(hand_off.open):
-            self._read_ended(number, "the time is up")
+        for number in hand_off.open:
+            self._quarantine.read_ended(number)
 
     return end_reads
 
