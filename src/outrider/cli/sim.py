@@ -17,10 +17,11 @@ from outrider.cli.sim_demo import show_demo
 from outrider.cli.terminal import errors, progress_bar
 from outrider.errors import ConfigError
 from outrider.tools.sim.campaign import SITUATIONS, Tally, run_campaign
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.mutation_table import MUTATIONS
 from outrider.tools.sim.mutations import MutationResult, try_mutation
 from outrider.tools.sim.replay import Trace, record, replay, shrink
-from outrider.tools.sim.scenario import PHASE_FAULTS, PHASES, draw, phase_fault
+from outrider.tools.sim.scenario import PHASE_FAULTS, PHASES, phase_fault
 from outrider.tools.wording import counted
 
 console = Console()

@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.tools.sim.campaign import PHASE_SITUATIONS, SITUATIONS, Tally, run_campaign, run_scenario, without_speculation
+from outrider.tools.sim.campaign import (
+    PHASE_SITUATIONS,
+    SITUATIONS,
+    Tally,
+    run_campaign,
+    run_scenario,
+    without_speculation,
+)
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.oracle import EMPTY_SLOT
-from outrider.tools.sim.scenario import GroupDraw, RequestDraw, Scenario, draw
+from outrider.tools.sim.scenario import GroupDraw, RequestDraw, Scenario
 from outrider.tools.sim.world import World
 
 

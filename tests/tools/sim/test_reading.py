@@ -11,9 +11,9 @@ import pytest
 
 from outrider.errors import TraceError
 from outrider.tools.sim.campaign import run_scenario
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.reading import read_scenario
 from outrider.tools.sim.replay import Trace, record, replay
-from outrider.tools.sim.scenario import draw
 
 
 def split_trace() -> dict[str, Any]:
@@ -64,7 +64,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "peer pages of no tokens": (put("scenario", "peers", 0, "draft_pages", 0, value=0), "at least 1"),
     "unknown role of a peer": (put("scenario", "peers", 0, "role", value="judge"), "role 'judge'; known: prefill, dec"),
     "unknown drafter of a peer": (put("scenario", "peers", 0, "drafter", value="x"), "drafter 'x'; known: same, other"),
-    "a peer without a name of its own": (put("scenario", "peers", 0, "name", value="decode"), "2 workers have the name"),
+    "a peer without a name of its own": (
+        put("scenario", "peers", 0, "name", value="decode"),
+        "2 workers have the name",
+    ),
     "no worker for prompts": (put("scenario", "peers", 0, "role", value="decode"), "no worker computes prompts"),
     "unknown phase": (
         put("scenario", "faults", 0, value={"at": 1, "kind": "abort", "target": "r0", "phase": "lost"}),

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import Pool
 from typing import Any
 
-from outrider.tools.sim.scenario import PHASE_FAULTS, Scenario, draw, phase_fault
+from outrider.tools.sim.drawing import draw
+from outrider.tools.sim.scenario import PHASE_FAULTS, Scenario, phase_fault
 from outrider.tools.sim.world import Failure, Result, World
 
 CHUNK = 20

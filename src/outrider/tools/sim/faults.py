@@ -21,14 +21,15 @@ class ReadFate(NamedTuple):
     delays: tuple[int, ...]
     """Ticks from the start until each part lands."""
     kind: str = ""
-    """"failed": it ends before its last part; "hung": it never ends; "late"; "damaged": a slot is changed on the way."""
+    """Nothing, "failed" (it ends before its last part), "hung" (it never ends), "late", or "damaged" (a slot is changed
+    on the way)."""
 
 
 class MessageFate(NamedTuple):
     delays: tuple[int, ...]
     """Ticks until each copy of the message arrives; none if it is lost."""
     kind: str = ""
-    """"lost", "duplicated" or "late"."""
+    """Nothing, "lost", "duplicated" or "late"."""
 
 
 def load_fate(scenario: Scenario, *name: object) -> LoadFate:

@@ -139,9 +139,7 @@ class VirtualLink:
             ids[-1], values[-1] = 0, EMPTY_SLOT
         if not worker.is_loading(read.sequence):
             worker.counts["landed_in_quarantine"] += 1
-        worker.sanitizer.steps.landed(
-            read.sequence, group, run.destination_page, here, ids, states, f"{read.engine}"
-        )
+        worker.sanitizer.steps.landed(read.sequence, group, run.destination_page, here, ids, states, f"{read.engine}")
         memory = worker.device.memory[worker.layout.arena_of[group]][run.destination_page]
         memory[here : here + run.slots] = values
 

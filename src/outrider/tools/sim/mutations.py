@@ -7,8 +7,9 @@ from typing import Any
 
 from outrider.kv.footprint import Proposing
 from outrider.tools.sim.campaign import run_scenario
-from outrider.tools.sim.mutation_table import Mutation
-from outrider.tools.sim.scenario import WEIGHTS, Scenario, draw
+from outrider.tools.sim.drawing import draw
+from outrider.tools.sim.mutation import Mutation
+from outrider.tools.sim.scenario import WEIGHTS, Scenario
 from outrider.tools.sim.world import Failure
 
 MOST_SCENARIOS = 1000
@@ -47,6 +48,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
             fault.kind == "stop" and fault.side == "decode" and fault.phase in ("fetching", "waiting")
             for fault in scenario.faults
         ),
+        "aborted_reading": any(fault.kind == "abort" and fault.phase == "reading" for fault in scenario.faults),
         "compares_bytes": scenario.compare_bytes,
         "death": any(fault.kind == "death" for fault in scenario.faults),
         "interrupt": any(fault.kind == "interrupt" for fault in scenario.faults),

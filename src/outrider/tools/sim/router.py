@@ -242,7 +242,7 @@ class Router:
         if sealed is None:
             self._counts["handed_over_without_ticket"] += 1
         else:
-            self._world.note_lease(worker, leg.name, sealed)
+            self._world.hand_offs.granted(worker, leg.name, sealed)
             order.sealed = sealed
         fault = self._chance("ticket fault", order) < self._scenario.ticket_faults
         kind = int(5 * self._chance("ticket kind", order)) if fault and sealed is not None else -1

@@ -74,9 +74,7 @@ class FakeTier:
 class TierLoads:
     """One worker's loads from its tiers: `transfer.records.Tiers`."""
 
-    def __init__(
-        self, worker: Worker, counts: Counter[str], at: Callable[[int, Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, worker: Worker, counts: Counter[str], at: Callable[[int, Callable[[], None]], None]) -> None:
         self._worker = worker
         self._counts = counts
         self._at = at

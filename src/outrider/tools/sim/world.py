@@ -15,14 +15,15 @@ from heapq import heappop, heappush
 
 from outrider.errors import InvariantViolation
 from outrider.kv.retention import Retention
-from outrider.scheduler import LoadFailure, ScheduledRequest, StepPlan, Update, Verdict
+from outrider.scheduler import LoadFailure, StepPlan, Update, Verdict
 from outrider.tools.sim.device import DeviceRequest
-from outrider.tools.sim.network import LeaseRecord, Network
+from outrider.tools.sim.hand_off_checks import HandOffChecks
+from outrider.tools.sim.network import Network
 from outrider.tools.sim.oracle import FakeModel, Inputs, Reference, chance
 from outrider.tools.sim.router import Leg, Router
 from outrider.tools.sim.scenario import STOP_TOKENS, FaultDraw, Scenario, phase_fault
 from outrider.tools.sim.tier import REMOTE, FakeTier, offload
-from outrider.tools.sim.worker import CLUSTER_KEY, Worker
+from outrider.tools.sim.worker import Worker
 
 MAX_STEPS = 6_000
 MAX_TICKS = 40_000
@@ -81,6 +82,7 @@ class World:
         self._awaited: list[FaultDraw] = []
         """Faults that wait for a phase of their request's hand-off."""
         self.network = Network(scenario, scenario.limits, self.result.faults, self.at, lambda: self.now)
+        self.hand_offs = HandOffChecks(scenario, self.network, self.result.faults)
         self.tier = self._remote_tier() if scenario.tier_probability > 0 else None
         self.router = Router(self)
         self.workers: dict[str, Worker] = {}
@@ -122,7 +124,7 @@ class World:
         self.result.faults["drafter_catching_up"] += sum(row.feed_to is not None for row in plan.scheduled)
         self.result.faults["page_copy"] += len(plan.kv.copies)
         for row, tokens in zip(plan.scheduled, verdict.tokens, strict=True):
-            self._check_start(worker, row)
+            self.hand_offs.row_ran(worker, row)
             if row.drafts:
                 self.result.drafts += row.drafts
                 self.result.accepted += len(tokens) - 1
@@ -271,10 +273,10 @@ class World:
         for fetched in worker.driver.advance():
             worker.adopt(fetched)
             if fetched.offer is None:
-                self._not_fetched(worker, fetched.sequence, fetched.reason)
+                self.hand_offs.not_fetched(worker, fetched.sequence, fetched.reason)
         self.deliver(worker, worker.scheduler.take_updates())
         for settled in worker.driver.take_settled():
-            self._check_settled(worker, settled.sequence, settled.reason)
+            self.hand_offs.settled(worker, settled.sequence, settled.reason)
 
     def _set_alarm(self, worker: Worker) -> None:
         """Wake an idle worker when its driver has something to do."""
@@ -296,7 +298,7 @@ class World:
     def _advance(self, worker: Worker) -> None:
         if self._stopped(worker, self._advance):
             return
-        if self.scenario.step_in_flight and chance(self.scenario.seed, "answers", worker.engine, self.now) < 0.5:
+        if self.scenario.step_in_flight:
             # An engine that plans ahead may look after its transfers at any time.
             self._take_answers(worker)
         updates, abandoned = worker.advance()
@@ -329,25 +331,6 @@ class World:
             self._references[key] = Reference(model, draw.prompt, leg.seed, Inputs(draw.items))
         request = DeviceRequest(tokens, leg.seed, self._references[key])
         worker.device.add(leg.name, request, (draw.adapter, draw.salt), draw.items)
-
-    def _check_start(self, worker: Worker, row: ScheduledRequest) -> None:
-        """I10: a request whose target KV came whole does not compute its prompt again, whatever became of the rest."""
-        name, ticket = row.sequence_id, worker.tickets.get(row.sequence_id)
-        request = worker.scheduler.requests.get(name)
-        if ticket is None or name in worker.started:
-            return
-        if all(group.window == 1 for group in self.scenario.target):
-            return  # nothing needs to be sent, and the prompt is computed again
-        worker.started.add(name)
-        if request is None or request.preemptions or not self.network.ought_to_succeed(
-            ticket.lease, worker.engine, ticket.endpoint, target_only=True
-        ):
-            return
-        own = 1 if request.spec.n > 1 else 0
-        if row.start < request.prompt_len - own:
-            raise InvariantViolation(
-                "I10", f"{name} computes its prompt from {row.start} although all of the target's KV came"
-            )
 
     def deliver(self, worker: Worker, updates: list[Update]) -> None:
         """Check every token against the oracle, and pass finished requests on."""
@@ -386,32 +369,6 @@ class World:
         if leg.output != expected:
             raise WrongOutput(f"request {leg.name} ended after {len(leg.output)} of {len(expected)} tokens")
         self.result.finished += 1
-
-    # ---- hand-offs ---------------------------------------------------------------------------------
-
-    def note_lease(self, worker: Worker, sequence: str, sealed: str) -> None:
-        ticket = CLUSTER_KEY.open(sealed)
-        self.network.leases[ticket.lease] = LeaseRecord(sequence, worker.engine)
-
-    def _not_fetched(self, worker: Worker, sequence: str, reason: str) -> None:
-        """Count why no KV comes for a request, and check that there is a reason."""
-        for says, kind in REFUSALS.items():
-            self.result.faults[kind] += says in reason
-        self.result.faults["recomputed"] += LoadFailure(self.scenario.load_failure) is LoadFailure.RECOMPUTE
-        if any(says in reason for says in REFUSALS):
-            worker.started.add(sequence)
-        else:
-            self._check_settled(worker, sequence, reason)
-
-    def _check_settled(self, worker: Worker, sequence: str, reason: str) -> None:
-        """I10: a hand-off that nothing has disturbed brings all KV."""
-        self.result.faults["hand_off_settled"] += not reason
-        ticket = worker.tickets.get(sequence)
-        if not reason or ticket is None:
-            return
-        self.result.faults["hand_off_incomplete"] += 1
-        if self.network.ought_to_succeed(ticket.lease, worker.engine, ticket.endpoint):
-            raise InvariantViolation("I10", f"the hand-off of {sequence} failed without need: {reason}")
 
     # ---- faults from outside -----------------------------------------------------------------------
 
@@ -510,17 +467,3 @@ class World:
         self._disturb(old, after)
         self._make(name, endpoint, after=after)
         self.router.worker_died(old)
-
-
-REFUSALS = {
-    "there is no such lease": "ticket_of_ended_lease",
-    "another worker has claimed": "ticket_used_twice",
-    "in use by another request": "ticket_used_twice",
-    "for another prompt": "ticket_not_bound_to_prompt",
-    "has expired": "ticket_expired",
-    "comes from another model": "peer_refused",
-    "target's KV or the protocol differs": "peer_refused",
-    "target layout differs": "peer_refused",
-    "no pages became free in time": "waited_too_long_for_pages",
-}
-"""Reasons of the driver for doing without a peer's KV that are no fault, and what they are counted as."""
