@@ -244,6 +244,8 @@ def test_when_all_start_over_what_loads_and_what_is_held_ends(monkeypatch: pytes
     for load in loads:
         scheduler.load_arrived("loading", load)
     # What is still asked for may be answered, and what ran is computed again.
+    states = {id: request.state for id, request in scheduler.requests.items()}
+    assert states == {"fetching": State.FETCHING, "plain": State.WAITING}
     scheduler.fetched("fetching", OFFER, None)
     engine.run()
     for id, seed in (("plain", 2), ("fetching", 3)):
