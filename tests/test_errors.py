@@ -19,7 +19,6 @@ from outrider.errors import (
     RequestError,
 )
 from outrider.kv import (
-    Interval,
     KVConfig,
     KVFootprint,
     KVLayout,
@@ -30,7 +29,7 @@ from outrider.kv import (
 )
 from outrider.kv.prefix import Media
 from outrider.sanitizer import Mode, Sanitizer
-from outrider.scheduler import RequestSpec, Role, Scheduler, SchedulerConfig
+from outrider.scheduler import LoadFailure, RequestSpec, Role, Scheduler, SchedulerConfig
 
 
 def scheduler(**config: Any) -> Scheduler:
@@ -126,11 +125,6 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     ),
     # ---- requests ----
     "id that is empty": (RequestError, add(id=""), ("id", "not empty")),
-    "remote of a group too many": (
-        RequestError,
-        add(remote={0: Interval(0, 2), 7: Interval(0, 2)}),
-        ("mine", "group 7", "only 2", "offered_intervals"),
-    ),
     "media past the prompt": (RequestError, add(media=(Media(1, 9, b"x"),)), ("mine", "media at [1, 9)", "3 tokens")),
     "media over each other": (
         RequestError,
@@ -141,7 +135,6 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
     "empty prompt": (RequestError, add(prompt=[]), ("mine", "empty", "at least one token")),
     "max_tokens 0": (RequestError, add(max_tokens=0), ("mine", "max_tokens", "at least 1", "0")),
     "k below 0": (RequestError, add(k=-1), ("mine", "k ", "-1", "0 turns drafting off")),
-    "more prefilled than there is": (RequestError, add(prefilled_tokens=3), ("mine", "prefilled_tokens")),
     "negative token id": (RequestError, add(prompt=[1, -2]), ("mine", "token id", "0 to 4294967295")),
     "token id that is a fraction": (RequestError, add(prompt=[1, 2.5]), ("mine", "token id", "whole number")),
     "token id that is a word": (RequestError, add(prompt=["hello"]), ("mine", "token id", "whole number")),
@@ -158,17 +151,42 @@ CASES: dict[str, tuple[type[OutriderError], Callable[[], object], tuple[str, ...
         ),
         ("mine", "120 tokens", "16 pages", "has 4", "shorten the prompt", "lower max_tokens", "more memory"),
     ),
-    "a peer that lacks a target group": (
+    # ---- roles ----
+    "handed over again": (
         RequestError,
-        add(remote={1: Interval(0, 3)}),
-        ("mine", "every target group", "prefill it here"),
+        add(hand_over=True, awaits_peer=True),
+        ("mine", "another worker has computed", "cannot be handed over again"),
     ),
     "several continuations on a prefill worker": (
         RequestError,
         lambda: scheduler(role=Role.PREFILL).add(
-            RequestSpec(id="mine", prompt=[1], max_tokens=2, sequence_ids=("a", "b"))
+            RequestSpec(id="mine", prompt=[1], max_tokens=2, sequence_ids=("a", "b"), hand_over=True)
         ),
-        ("mine", "n = 2", "send n requests"),
+        ("mine", "n = 2", "ask the decode worker"),
+    ),
+    "a hand-over to a worker that cannot be one": (
+        RequestError,
+        lambda: scheduler(role=Role.DECODE).add(RequestSpec(id="mine", prompt=[1], max_tokens=2, hand_over=True)),
+        ("mine", "hands nothing over", "send it to a prefill worker"),
+    ),
+    "a hand-over to a worker without the margin": (
+        RequestError,
+        lambda: Scheduler(SchedulerConfig(), make_manager(keep_margin=1)).add(
+            RequestSpec(id="mine", prompt=[1], max_tokens=2, hand_over=True)
+        ),
+        ("mine", "hands nothing over", "send it to a prefill worker"),
+    ),
+    "another worker's KV for a prefill worker": (
+        RequestError,
+        lambda: scheduler(role=Role.PREFILL).add(RequestSpec(id="mine", prompt=[1], max_tokens=2, awaits_peer=True)),
+        ("mine", "only computes prompts", "send it to a decode worker"),
+    ),
+    "a plain prompt for a worker that computes none": (
+        RequestError,
+        lambda: scheduler(role=Role.DECODE, load_failure=LoadFailure.FAIL).add(
+            RequestSpec(id="mine", prompt=[1], max_tokens=2)
+        ),
+        ("mine", "no KV from a prefill worker", "prefill worker first", "kv_load_failure_policy recompute"),
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -263,6 +263,19 @@ class Engine:
         self.scheduler.add(
             RequestSpec(id=id, prompt=array("I", prompt), max_tokens=max_tokens, sequence_ids=ids, **more)
         )
+
+    def add_handed_over(
+        self, id: str, prompt: Iterable[int], remote: Mapping[int, Interval], *, drafts: int = 0, **more: Any
+    ) -> None:
+        """Add a request whose prompt a prefill worker has computed, with that worker's answer: the intervals that it
+        holds, the first token, and the number of drafts after it."""
+        tokens = list(prompt)
+        self.add(id, tokens, awaits_peer=True, **more)
+        self.scheduler.fetched(id, remote, next_token(tokens), drafts=drafts)
+
+    def take_quarantined(self) -> list[tuple[int, list[int]]]:
+        """Returns the (group, pages) that must be restored, of what was given up since the last call."""
+        return [part for given_up in self.scheduler.take_given_up() for part in given_up.quarantined]
 
     def step(self) -> list[Update]:
         """One step; with a step in flight, the next one is planned before the verdict of this one."""

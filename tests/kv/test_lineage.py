@@ -72,15 +72,17 @@ def test_l1_a_chunk_that_does_not_propose_reserves_nothing_ahead(archetype: str)
     assert draft_slots(engine, "a") == engine.kv.layout.footprint.durable_end(16)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("archetype", ARCHETYPES_WITH_KV)
-def test_l1_nothing_ahead_while_loading_and_again_before_the_first_proposing_step(archetype: str) -> None:
+def test_l1_nothing_ahead_while_loading_and_again_before_the_first_proposing_step(archetype: str, drafts: int) -> None:
     engine = make_engine(archetype, page=1, role=Role.DECODE)
     scheduler = engine.scheduler
     offer = {0: Interval(0, 16), 1: Interval(0, 16)}
-    engine.add("a", ids(17), max_tokens=40, k=3, remote=offer, prefilled_tokens=1)
+    engine.add_handed_over("a", ids(16), offer, drafts=drafts, max_tokens=40, k=3)
     for _ in range(3):
-        assert engine.step() == []
+        engine.step()
         assert engine.plans[-1].scheduled == ()
+        assert engine.text == {"a": reference_text(ids(16), 1)}
         sequence = scheduler.requests["a"].kv
         assert [len(state.pages) for state in sequence.groups] == [16, 16]
     ((id, loads),) = scheduler.take_loads()
@@ -88,9 +90,9 @@ def test_l1_nothing_ahead_while_loading_and_again_before_the_first_proposing_ste
         scheduler.load_arrived(id, load)
     plan = scheduler.schedule()
     (row,) = plan.scheduled
-    assert (row.start, row.num_rows, row.propose) == (16, 1, 3)
-    assert len(sequence.groups[0].pages) == 17
-    assert len(sequence.groups[1].pages) == 17 + AHEAD[archetype]
+    assert (row.start, row.num_rows, row.drafts, row.propose) == (16, 1 + drafts, drafts, 3)
+    assert len(sequence.groups[0].pages) == 17 + drafts
+    assert len(sequence.groups[1].pages) == 17 + drafts + AHEAD[archetype]
 
 
 # ---- L2: the first prefill of a block drafter, and its limit --------------------------------------------
@@ -165,20 +167,14 @@ def transfer(source: KVManager, source_id: str, destination: KVManager, id: str,
 def test_l4_the_prompts_page_goes_into_the_prompts_page() -> None:
     """P has looked ahead and holds [b0, b1]; D holds [a0]; exactly b0 goes into a0."""
     prefill = make_engine("chain_from_taps")
-    prefill.add("p", ids(16), max_tokens=8, k=1)
+    prefill.add("p", ids(16), max_tokens=8, k=1, hand_over=True)
     prefill.step()
+    assert prefill.finished == {"p": "prefilled"}
     sender = prefill.scheduler.requests["p"].kv
     b0, *rest = held_pages(prefill.kv, sender, 1).values()
     assert len(rest) == 1
     decode = make_engine("chain_from_taps", role=Role.DECODE)
-    decode.add(
-        "d",
-        [*ids(16), *prefill.text["p"]],
-        max_tokens=8,
-        k=1,
-        remote=prefill.kv.export_intervals(sender),
-        prefilled_tokens=1,
-    )
+    decode.add_handed_over("d", ids(16), prefill.kv.export_intervals(sender), max_tokens=8, k=1)
     decode.step()
     ((_id, loads),) = decode.scheduler.take_loads()
     receiver = decode.scheduler.requests["d"].kv
@@ -198,7 +194,7 @@ def test_l4_every_combination_gives_the_decode_side_exactly_what_it_lacks(
     for source_k in (0, 1, 4):
         for local in (0, 7, 16):
             prefill = make_engine(archetype, page=source_page)
-            prefill.add("p", ids(length), max_tokens=8, k=source_k)
+            prefill.add("p", ids(length), max_tokens=8, k=source_k, hand_over=True)
             prefill.step()
             sender = prefill.scheduler.requests["p"].kv
             kv = make_manager(full(page=destination_page), footprint=drafter(archetype, page=destination_page))

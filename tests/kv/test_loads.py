@@ -86,10 +86,11 @@ def test_wanted_and_held_together_are_the_need_or_the_offer_is_left_alone(kind: 
         assert asked <= set(range(*kind.needed(end, margin)))
 
 
-def test_an_offer_that_is_too_short_is_left_alone() -> None:
+@pytest.mark.parametrize("short", [ALL_GROUPS, (0,), (1,)], ids=["everywhere", "full group", "window"])
+def test_an_offer_that_is_too_short_for_the_target_is_left_alone(short: tuple[int, ...]) -> None:
     hand, _watch = decode_side()
     sequence = hand.open(ids(41), total=60)
-    admission = hand.kv.admit(sequence, remote={g: Interval(0, 39) for g in ALL_GROUPS})
+    admission = hand.kv.admit(sequence, remote={g: Interval(0, 39 if g in short else 40) for g in ALL_GROUPS})
     assert admission.loads == ()
     assert (sequence.committed, sequence.loading) == (0, False)
     assert available(hand.kv) == everything(hand.kv)

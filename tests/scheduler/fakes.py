@@ -20,7 +20,8 @@ def make_engine(
     target: Any = (),
     **more: Any,
 ) -> Engine:
-    kv_options = {key: more.pop(key) for key in ("max_model_len", "step_tokens", "prefix_caching") if key in more}
+    of_kv = ("max_model_len", "step_tokens", "prefix_caching", "keep_margin")
+    kv_options = {key: more.pop(key) for key in of_kv if key in more}
     draft_options = {key: more.pop(key) for key in ("max_len", "slot_bytes") if key in more}
     kv = make_manager(
         *(target or (full(page=page),)),

@@ -101,12 +101,14 @@ def test_a_prefill_worker_that_died_before_it_was_asked(workers: Workers) -> Non
     expected = ask(workers.prefill, ROUTE, body)["choices"]
     taken = {**body, "kv_transfer_params": ticket_of(workers.prefill, ROUTE, body)}
     before = state(workers.prefill)
+    recomputed = counters(workers.strict)["recomputed_prompts"]
     kill_engine(workers.prefill)
     for streams in (False, True):
         status, error = refusal(workers.strict, ROUTE, {**taken, "stream": streams})
         assert (status, error["code"]) == (503, "kv_transfer_failed")
         assert "does not answer" in error["message"]
         assert before["endpoint"] not in error["message"]
+    assert counters(workers.strict)["recomputed_prompts"] == recomputed
     answer = ask(workers.decode, ROUTE, taken)
     assert answer["choices"] == expected
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "transferred_tokens": 0}

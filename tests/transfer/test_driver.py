@@ -13,8 +13,8 @@ from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
 
 from outrider.kv import Interval
 from outrider.kv.ledger import Load
-from outrider.scheduler import LoadFailure, Role, State
-from outrider.transfer.link import Landed
+from outrider.scheduler import LoadFailure, RequestSpec, Role, State
+from outrider.transfer.link import Landed, Quiet, Received
 from outrider.transfer.messages import Confirm, Fetch, Hello, Release
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
@@ -257,3 +257,103 @@ def test_an_idle_driver_has_no_deadline() -> None:
     assert pair.decode.driver.next_deadline_s == LIMITS.answer_s
     pair.finish()
     assert pair.decode.driver.next_deadline_s is None
+
+
+def test_a_repeated_offer_does_not_release_what_is_being_read_for_a_request_that_was_given_up() -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    offered = pair.prefill.lender.desk.answer(Fetch(lease=ticket.lease, reader=pair.decode.driver.engine), bytes)
+    assert offered is not None
+    pair.decode.scheduler.abort("a")
+    pair.decode.driver.advance()
+    pair.decode.link.events.append(Received("P", offered))
+    pair.decode.link.take_sent()
+    pair.decode.driver.advance()
+    assert pair.decode.link.take_sent(Release) == []
+    pair.decode.link.land()
+    pair.decode.driver.advance()
+    talk(pair.prefill, pair.decode)
+    pair.prefill.driver.advance()
+    pair.assert_empty()
+
+
+def test_two_workers_that_hold_for_each_other_what_each_waits_for_do_not_wait_for_ever() -> None:
+    """Each holds pages for a request of the other, which needs all of its own pages."""
+    clock = Clock()
+    workers = [ScriptedWorker(name, Role.BOTH, clock, method="none", pages=30) for name in ("A", "B")]
+    tickets = [worker.hand_over("held", 120) for worker in workers]
+    for worker, ticket in zip(workers, reversed(tickets), strict=True):
+        worker.kv.reset_cache()
+        worker.fetch("waits", ticket, 120)
+    for _ in range(200):
+        for worker, other in (workers, workers[::-1]):
+            worker.step()
+            other.answers(worker)
+            worker.link.land()
+        clock.now_s += 1.0
+    for worker in workers:
+        assert worker.engine.text["waits"] == reference_text(ids(120), 12)
+        worker.driver.advance()
+        worker.assert_empty()
+
+
+def test_a_worker_that_holds_nothing_for_others_waits_for_pages_as_long_as_it_takes() -> None:
+    pair = Pair(pages=30, method="none")
+    pair.decode.scheduler.add(RequestSpec(id="long", prompt=ids(120, seed=1), max_tokens=16))
+    pair.decode.step()
+    pair.decode.fetch("a", pair.prefill.hand_over("a", 120), 120)
+    for _ in range(12):
+        talk(pair.prefill, pair.decode)
+        pair.clock.now_s += LIMITS.renew_s
+        pair.decode.step()
+        pair.prefill.driver.advance()
+    assert pair.decode.scheduler.requests["a"].state is State.WAITING
+    pair.finish(length=120)
+    assert pair.decode.driver.counters.fetch_failures == 0
+    pair.assert_empty()
+
+
+def test_a_ticket_that_serves_a_second_request_is_released_when_nothing_is_read_under_it_any_more() -> None:
+    """The first request was given up; its reads, which have not ended, still need the pages."""
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    first = list(pair.decode.link.reads)
+    pair.decode.scheduler.abort("a")
+    pair.decode.fetch("b", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    second = [number for number in pair.decode.link.reads if number not in first]
+    assert second
+    pair.decode.link.take_sent()
+    pair.decode.link.land(*first[:-1], *second)
+    pair.decode.driver.advance()
+    pair.prefill.answers(pair.decode)
+    pair.decode.driver.advance()
+    assert pair.decode.link.take_sent(Release) == []
+    pair.decode.link.land(first[-1])
+    pair.decode.driver.advance()
+    assert [message for _peer, message in pair.decode.link.sent if isinstance(message, Release)]
+    pair.finish("b")
+    pair.assert_empty()
+
+
+def test_bytes_are_compared_even_if_their_peer_was_cut_off_after_they_had_landed() -> None:
+    pair = Pair()
+    pair.decode.driver.checks = SimpleNamespace(compares_bytes=True)
+    pair.reading()
+    pair.decode.link.take_sent()
+    pair.decode.link.land()
+    pair.decode.driver.advance()
+    (first,) = pair.decode.link.take_sent(Confirm)
+    pair.decode.link.events.append(Quiet("P"))
+    pair.pass_time(LIMITS.answer_s + 0.1)
+    (second,) = pair.decode.link.take_sent(Confirm)
+    assert isinstance(first, Confirm)
+    assert first.digests_of
+    assert second == first

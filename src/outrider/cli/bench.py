@@ -15,6 +15,7 @@ from outrider.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
 from outrider.cli.bench_decode import DECODE_HELP, bench_decode
 from outrider.cli.bench_prefix import PREFIX_HELP, bench_prefix
 from outrider.cli.bench_serve import SERVE_BENCH_HELP, bench_serve
+from outrider.cli.bench_transfer import TRANSFER_HELP, bench_transfer
 from outrider.cli.engine_options import AsJson
 from outrider.cli.terminal import note, progress_bar
 from outrider.kv.archetypes import ARCHETYPES
@@ -32,8 +33,8 @@ REFERENCE_METHOD = "chain_from_taps"
 QUICK_REQUESTS = 512
 
 bench_app = typer.Typer(
-    help="Measure generation speed, acceptance of drafts, prefix-cache hits, and what HTTP, the scheduler and the KV "
-    "core cost.",
+    help="Measure generation speed, acceptance of drafts, prefix-cache hits, and what HTTP, the scheduler, the KV core "
+    "and hand-offs between workers cost.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,6 +45,7 @@ bench_app.command("decode", help=DECODE_HELP)(bench_decode)
 bench_app.command("acceptance", help=ACCEPTANCE_HELP)(bench_acceptance)
 bench_app.command("prefix", help=PREFIX_HELP)(bench_prefix)
 bench_app.command("serve", help=SERVE_BENCH_HELP)(bench_serve)
+bench_app.command("transfer", help=TRANSFER_HELP)(bench_transfer)
 
 
 # Given as text, since typer would keep the line breaks of a docstring.

@@ -21,8 +21,11 @@ from outrider.cli.engine_options import (
     chosen_model,
     installed_drafters,
 )
+from outrider.cli.findings import print_findings
 from outrider.cli.grouped import grouped, panel
+from outrider.cli.serve_options import API_KEY_VARIABLE
 from outrider.cli.terminal import loading, out, working
+from outrider.cli.transfer_options import TransferOptions
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import ConfigError, ModelError
 from outrider.tools.doctor.findings import Finding, Status
@@ -36,11 +39,11 @@ if TYPE_CHECKING:
 LOSSLESS_PROMPTS, LOSSLESS_TOKENS = 8, 32
 QUICK_PROMPTS, QUICK_TOKENS = 2, 12
 SELF_DRAFT_LAYERS = 10
-STYLES = {Status.OK: ("ok", "green"), Status.NOTE: ("note", "yellow"), Status.PROBLEM: ("problem", "bold red")}
 
 check_option = panel("Lossless check")
 drafter_option = panel("Drafter")
 memory_option = panel("Memory")
+peer_option = panel("Prefill workers")
 DOCTOR_HELP = (
     "Check the environment, the model, the drafter and the kernels.\n\n"
     "The engine is the one that [bold]outrider serve[/bold] would run with the same options: with the drafter that is "
@@ -56,6 +59,8 @@ DOCTOR_HELP = (
     "[bold]wrong target[/bold], or reads [bold]stale KV[/bold]. Of the environment and the model it then shows only "
     "problems.\n\n"
     "[bold]--memory[/bold] shows which layers share pages, which groups share an arena, and how many requests fit.\n\n"
+    "[bold]--peer[/bold] asks a prefill worker whether its KV is of use to this engine: it compares weights, dtype, "
+    "layout and drafter in a real handshake, finds out how KV would travel, and reads some.\n\n"
     "Exit status: 0 if all is well or a drafter is merely weak, 1 if a check failed, 2 if the options are wrong."
     "\n\n"
     "[dim]Examples:[/dim]\n\n"
@@ -63,6 +68,7 @@ DOCTOR_HELP = (
     "  outrider doctor --lossless --prompts 32 --max-tokens 64\n\n"
     "  outrider doctor --drafter ./drafter\n\n"
     "  outrider doctor ./model --memory --drafter ./drafter --kv-retention tail\n\n"
+    "  outrider doctor --peer http://10.0.0.7:8000 --cluster-key @key.txt\n\n"
     "  outrider doctor --lossless --sanitizer raise --sanitizer-level bytes --json"
 )
 
@@ -131,10 +137,28 @@ def doctor(
             help="Only show how the memory for the KV cache is divided, with the given or the default drafter.",
         ),
     ] = False,
+    peers: Annotated[
+        list[str] | None,
+        peer_option(
+            "--peer",
+            metavar="URL",
+            help="Only ask this prefill worker whether its KV is of use to the engine: http://HOST:PORT of "
+            "`outrider serve`, or HOST:PORT of its KV endpoint; may be repeated.",
+        ),
+    ] = None,
+    api_keys: Annotated[
+        list[str] | None,
+        peer_option(
+            "--api-key",
+            metavar="KEY",
+            help=f"API key of the servers that --peer names. @FILE reads it; {API_KEY_VARIABLE} may hold it.",
+        ),
+    ] = None,
     no_speculation: NoSpeculation = False,
     as_json: AsJson = False,
     model: ModelOptions,
     engine: EngineOptions,
+    transfer: TransferOptions,
 ) -> None:
     name = chosen_model(positional, model)
     named = engine.speculative_config is not None
@@ -151,9 +175,19 @@ def doctor(
     else:
         asked = DrafterQuestion(speculative, method=method, drafter=drafter)
     is_default = given is not None and not named
+    if sum((memory, lossless, peers is not None)) > 1:
+        raise ConfigError("--memory, --lossless and --peer exclude each other; give one of them")
+    if peers is not None:
+        from outrider.cli.doctor_peer import show_peers
+
+        config = replace(config, speculative_config=asked.speculation() if asked else given)
+        show_peers(config, peers, transfer, api_keys, as_json=as_json)
+        return
+    if transfer != TransferOptions() or api_keys is not None:
+        raise ConfigError(
+            "--kv-transfer-config, --cluster-key and --api-key are for --peer URL; give it, or leave them out"
+        )
     if memory:
-        if lossless:
-            raise ConfigError("--memory and --lossless exclude each other; give one of them")
         from outrider.cli.doctor_memory import show_memory
 
         config = replace(config, speculative_config=asked.speculation() if asked else given)
@@ -166,7 +200,7 @@ def doctor(
 
     report = Report(environment=look_at_environment())
     if not as_json:
-        _print_findings("environment", report.environment, only_trouble=asked is not None)
+        print_findings("environment", report.environment, only_trouble=asked is not None)
     if report.healthy:
         number = prompts or (LOSSLESS_PROMPTS if lossless else QUICK_PROMPTS)
         tokens = max_tokens or (LOSSLESS_TOKENS if lossless else QUICK_TOKENS)
@@ -232,7 +266,7 @@ def _examine(
             raise
         report.model.append(Finding("model", str(problem), Status.PROBLEM, "choose another with --model"))
     if not as_json:
-        _print_findings("model", report.model, only_trouble=asked is not None)
+        print_findings("model", report.model, only_trouble=asked is not None)
     if not report.healthy or (asked is None and check.given is None):
         return
     plain = served if check.given is None else build_engine(config, model=served.model)
@@ -264,7 +298,7 @@ def _examine(
     with working("comparing") as report_progress:
         report.comparisons += compare_all(plain, drafters, plan, report_progress)
     if not as_json:
-        _print_findings("drafters", report.drafters)
+        print_findings("drafters", report.drafters)
 
 
 def _diagnose(plain: Engine, asked: DrafterQuestion) -> DrafterReport:
@@ -307,26 +341,6 @@ def _label(speculation: SpeculativeConfig) -> str:
     return speculation.method + (f", {layers}L" if layers is not None else "")
 
 
-def _print_findings(title: str, findings: Sequence[Finding], *, only_trouble: bool = False) -> None:
-    """Prints a table of findings; with `only_trouble`, only those that are not in order."""
-    if only_trouble:
-        findings = [finding for finding in findings if finding.status is not Status.OK]
-    if not findings:
-        return
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in findings:
-        word, style = STYLES[finding.status]
-        text = Text(finding.text)
-        if finding.advice is not None:
-            text.append(f"\n→ {finding.advice}", style=style)
-        table.add_row(Text(word, style=style), finding.name, text)
-    out.print(table)
-    out.print()
-
-
 def _print_diagnosis(report: DrafterReport) -> None:
     if report.figures is not None:
         k = report.figures.k
@@ -334,7 +348,7 @@ def _print_diagnosis(report: DrafterReport) -> None:
         out.print(Text(title, style="bold"), soft_wrap=True)
         out.print(_figures_table(report.figures))
         out.print()
-    _print_findings("diagnosis", [report.finding])
+    print_findings("diagnosis", [report.finding])
 
 
 def _figures_table(figures: Figures) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,13 +128,14 @@ def server_config(access: AccessOptions, limits: LimitOptions) -> ServerConfig:
     lists: dict[str, Any] = {
         "served_model_names": tuple(access.served_model_names or ()),
         "allowed_hosts": tuple(access.allowed_hosts or ()),
-        "api_keys": _keys(access.api_keys, API_KEY_VARIABLE),
-        "admin_keys": _keys(access.admin_keys, ADMIN_KEY_VARIABLE),
+        "api_keys": given_keys(access.api_keys, API_KEY_VARIABLE),
+        "admin_keys": given_keys(access.admin_keys, ADMIN_KEY_VARIABLE),
     }
     return ServerConfig(**vars(access) | vars(limits) | lists)
 
 
-def _keys(given: list[str] | None, variable: str) -> tuple[str, ...]:
+def given_keys(given: Sequence[str] | None, variable: str) -> tuple[str, ...]:
+    """Returns the keys of an option, whose values may be @FILE, and of a variable of the environment."""
     keys: list[str] = []
     for key in given or ():
         keys += _keys_in_file(key[1:]) if key.startswith("@") else [key]

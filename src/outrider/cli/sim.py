@@ -16,11 +16,12 @@ from rich.table import Table
 from outrider.cli.sim_demo import show_demo
 from outrider.cli.terminal import errors, progress_bar
 from outrider.errors import ConfigError
-from outrider.tools.sim.campaign import Tally, run_campaign
+from outrider.tools.sim.campaign import SITUATIONS, Tally, run_campaign
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.mutation_table import MUTATIONS
 from outrider.tools.sim.mutations import MutationResult, try_mutation
 from outrider.tools.sim.replay import Trace, record, replay, shrink
-from outrider.tools.sim.scenario import draw
+from outrider.tools.sim.scenario import PHASE_FAULTS, PHASES, phase_fault
 from outrider.tools.wording import counted
 
 console = Console()
@@ -159,13 +160,27 @@ def _print_tally(seed: int, tally: Tally, trace_file: Path | None) -> None:
         table.add_row(name.replace("_", " "), f"{counts[name]:,}", style=style)
     console.print(table)
     faults = Table(title="situations reached", show_header=False, title_justify="left")
-    for name, count in sorted(tally.faults.items()):
-        faults.add_row(name.replace("_", " "), f"{count:,}")
+    for name in SITUATIONS:
+        faults.add_row(name.replace("_", " "), f"{tally.faults[name]:,}")
     console.print(faults)
+    console.print(_phase_table(tally))
     for index, failure in tally.failures[:5]:
         console.print(f"[red]scenario {index}[/red]: {escape(failure.message)}")
     if trace_file is not None:
         _say_how_to_repeat(trace_file)
+
+
+def _phase_table(tally: Tally) -> Table:
+    """Returns how often each fault befell a hand-off in each of its phases."""
+    table = Table(title="faults by phase of the hand-off", title_justify="left")
+    table.add_column("")
+    for phase in PHASES:
+        table.add_column(phase, justify="right")
+    for kind, side in dict.fromkeys((kind, side) for kind, _phase, side in PHASE_FAULTS):
+        known = [phase for other, phase, its_side in PHASE_FAULTS if (other, its_side) == (kind, side)]
+        counts = [f"{tally.faults[phase_fault(kind, phase, side)]:,}" if phase in known else "" for phase in PHASES]
+        table.add_row(f"{kind} of {side} worker" if side else kind, *counts)
+    return table
 
 
 def _mutations(seed: int, as_json: bool) -> None:

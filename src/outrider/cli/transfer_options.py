@@ -52,7 +52,7 @@ class TransferOptions:
         key = self._key()
         if key is None:
             raise ConfigError(
-                "--kv-transfer-config needs the key that all workers of the cluster share: write one to a file with "
+                "KV is exchanged under a key that all workers of the cluster share: write one to a file with "
                 "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' and give --cluster-key @FILE"
             )
         ClusterKey(key)  # refuses one that is too short

@@ -175,7 +175,12 @@ def build_engine(
     if config.kv_transfer_config is not None:
         compare_bytes = config.sanitizer != "off" and config.sanitizer_level == "bytes"
         transfers = EngineTransfers(
-            config.kv_transfer_config, scheduler, runner.store, sanitizer=sanitizer, compare_bytes=compare_bytes
+            config.kv_transfer_config,
+            scheduler,
+            runner.store,
+            vocab_size=model.spec.vocab_size,
+            sanitizer=sanitizer,
+            compare_bytes=compare_bytes,
         )
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars, transfers=transfers)
 

@@ -195,13 +195,16 @@ class Engine:
         if hand_over:
             # The decode worker makes the continuations, and computes the prompt's scores.
             params = replace(params, n=1, prompt_logprobs=None)
-        opened = None
+        # To score a prompt, every row of it has to be computed here.
+        opened, declines = None, params.prompt_logprobs is not None
         if self.transfers is not None and ticket is not None:
             opened = self.transfers.open_ticket(request_id, ticket)
-            if params.prompt_logprobs is not None:
-                # Every row of the prompt has to be computed here.
-                self.transfers.decline(opened)
-                opened, compute_prompt = None, True
+            if declines and not self.transfers.computes_prompts:
+                raise RequestError(
+                    f"request {request_id!r}: prompt_logprobs needs the whole prompt computed, and this worker computes "
+                    "no prompts (kv_load_failure_policy fail); leave prompt_logprobs out, or send the request to a "
+                    "worker that computes prompts"
+                )
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live.requests:
@@ -249,7 +252,7 @@ class Engine:
             salt=salt,
             use_cache=params.prompt_logprobs is None,
             hand_over=hand_over,
-            awaits_peer=opened is not None,
+            awaits_peer=opened is not None and not declines,
             compute_prompt=compute_prompt,
         )
         try:
@@ -258,6 +261,9 @@ class Engine:
             running = RunningRequest(record, sampling, forks=samplings[1:], prompt_logprobs=params.prompt_logprobs)
             self._live.start(live, continuations[0], running)
             if self.transfers is not None and opened is not None:
+                if declines:
+                    self.transfers.decline(opened, tokens, salt)
+                    return
                 sequence_id = continuations[0].sequence_id
                 live.takes_first_token = params.n == 1 and opened.settings == settings_digest(params)
                 self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=live.takes_first_token)

@@ -11,8 +11,8 @@ import secrets
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 from outrider.config import KVTransferConfig
 from outrider.errors import ConfigError, RequestError
@@ -31,15 +31,13 @@ from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
 from outrider.transfer.messages import PROTOCOL
 from outrider.transfer.offers import OfferedGroup, layout_digest, prompt_binding
-from outrider.transfer.records import Fetched, FirstToken, TransferLimits
+from outrider.transfer.records import RENEWALS_PER_LEASE, Fetched, FirstToken, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 logger = logging.getLogger("outrider.transfer")
 
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 SETTINGS_BYTES = 16
-RENEWALS_PER_LEASE = 6
-"""How often a lease is prolonged before it would run out."""
 
 
 def role_of(config: KVTransferConfig | None) -> Role:
@@ -68,6 +66,20 @@ def check_transfer_config(config: KVTransferConfig | None) -> None:
         load_nixl()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFacts:
+    """What other workers, and the people who run them, must know about this one. No field is secret."""
+
+    connector: str
+    role: str
+    load_failure_policy: str
+    endpoint: str
+    engine: str
+    protocol: int
+    layout_digest: str
+    lease_s: float
+
+
 class EngineTransfers:
     def __init__(
         self,
@@ -75,6 +87,7 @@ class EngineTransfers:
         scheduler: Scheduler,
         store: PageStore,
         *,
+        vocab_size: int,
         sanitizer: Sanitizer | None = None,
         compare_bytes: bool = False,
     ) -> None:
@@ -106,10 +119,17 @@ class EngineTransfers:
         self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
         checks = None if sanitizer is None else SlotChecks(sanitizer, scheduler, store, compare_bytes)
         self.driver = TransferDriver(
-            scheduler, self.link, lender, clock=time.monotonic, time_of_day=time.time, checks=checks
+            scheduler,
+            self.link,
+            lender,
+            clock=time.monotonic,
+            time_of_day=time.time,
+            checks=checks,
+            vocab_size=vocab_size,
         )
         self.recomputed_prompts = 0
         """Number of prompts that were computed here although a prefill worker was to compute them."""
+        self._recomputes = load_failure_of(config) is LoadFailure.RECOMPUTE
 
     def _digest_held(self, group: int, held: OfferedGroup, interval: Interval) -> bytes:
         return self._store.slots_digest(group, held.pages, interval)
@@ -117,19 +137,23 @@ class EngineTransfers:
     # ---- requests ----------------------------------------------------------------------------------
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What other workers, and the people who run them, must know about this one. No field is secret."""
+    def facts(self) -> WorkerFacts:
         kv = self._scheduler.kv
-        return {
-            "connector": self.config.kv_connector,
-            "role": self.config.kv_role,
-            "load_failure_policy": self.config.kv_load_failure_policy,
-            "endpoint": self.link.endpoint,
-            "engine": self.engine,
-            "protocol": PROTOCOL,
-            "layout_digest": layout_digest(kv.layout, kv.config.identity).hex(),
-            "lease_s": self.config.lease_s,
-        }
+        return WorkerFacts(
+            connector=self.config.kv_connector,
+            role=self.config.kv_role,
+            load_failure_policy=self.config.kv_load_failure_policy,
+            endpoint=self.link.endpoint,
+            engine=self.engine,
+            protocol=PROTOCOL,
+            layout_digest=layout_digest(kv.layout, kv.config.identity).hex(),
+            lease_s=self.config.lease_s,
+        )
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether a prompt without a prefill worker's KV is computed here."""
+        return self.config.kv_role != "kv_consumer" or load_failure_of(self.config) is LoadFailure.RECOMPUTE
 
     def open_ticket(self, request_id: str, ticket: str) -> Ticket:
         """Returns what a caller's ticket says, or refuses it: it was not made by a worker of this cluster."""
@@ -148,10 +172,10 @@ class EngineTransfers:
         KV, or this one leaves prompts to others."""
         self.recomputed_prompts += had_no_room or not self.config.hands_over
 
-    def decline(self, ticket: Ticket) -> None:
+    def decline(self, ticket: Ticket, tokens: Sequence[int], salt: str) -> None:
         """Let a prefill worker know that its KV is not needed."""
         self.recomputed_prompts += 1
-        self.driver.decline(ticket)
+        self.driver.decline(ticket, binding=prompt_binding(tokens, salt=salt))
 
     def hand_over(self, sequence: str, prompt: Sequence[int], salt: str, first: FirstToken) -> str | None:
         """Returns the ticket for a prompt that was computed; None if too much is held for others already."""
@@ -163,7 +187,7 @@ class EngineTransfers:
         fetched = self.driver.advance()
         for answer in fetched:
             if answer.offer is None:
-                self.recomputed_prompts += 1
+                self.recomputed_prompts += self._recomputes
                 logger.warning("no KV came from %s for request %s: %s", answer.peer, answer.sequence, answer.reason)
         return fetched
 
@@ -174,7 +198,7 @@ class EngineTransfers:
         settled = self.driver.take_settled()
         for hand_off in settled:
             if hand_off.reason:
-                self.recomputed_prompts += not hand_off.transferred_tokens
+                self.recomputed_prompts += self._recomputes and not hand_off.transferred_tokens
                 logger.warning(
                     "not all KV came from %s for request %s: %s", hand_off.peer, hand_off.sequence, hand_off.reason
                 )

@@ -167,3 +167,21 @@ class Request:
     def generated(self) -> int:
         """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_len
+
+    def cut_at_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+        """Returns the next tokens up to the first stop token or the length limit, and what ended them."""
+        if self.spec.hand_over:
+            return tokens[:1], "prefilled"
+        finish = None
+        stop = self.spec.stop_tokens
+        if stop:
+            for place, token in enumerate(tokens):
+                if token in stop:
+                    tokens, finish = tokens[: place + 1], "stop"
+                    break
+        room = max(0, self.max_total - len(self.tokens))
+        if len(tokens) >= room:
+            if len(tokens) > room or finish is None:
+                finish = "length"
+            tokens = tokens[:room]
+        return tokens, finish

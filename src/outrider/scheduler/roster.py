@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import merge
+from typing import NamedTuple
 
 from outrider.kv.manager import KVManager
 from outrider.scheduler.queue import RunningList, WaitingQueue
@@ -11,6 +12,14 @@ from outrider.scheduler.request import Request, State
 
 QuarantinedPages = list[tuple[int, list[int]]]
 """(group, pages) that a transfer in flight may still write to: `KVManager.restore_quarantined` gives them back."""
+
+
+class GivenUp(NamedTuple):
+    """A sequence that ended, or lost its KV, while a transfer may have been using its pages."""
+
+    sequence_id: str
+    quarantined: QuarantinedPages
+    """Pages that its own loads may still write to."""
 
 
 class Roster:
@@ -22,7 +31,9 @@ class Roster:
         self.prefilling = RunningList()
         self.decoding = RunningList()
         self.fetching: dict[str, Request] = {}
+        """Requests whose peer has not answered yet."""
         self.loading: dict[str, Request] = {}
+        self.given_up: list[GivenUp] = []
         self.num_preemptions = 0
         self._kv = kv
         self._protect_after = protect_after
@@ -44,7 +55,7 @@ class Roster:
         if request.state is State.WAITING:
             self.waiting.forget(request)
         elif request.state is State.FETCHING:
-            del self.fetching[request.id]
+            self.fetching.pop(request.id, None)  # it is gone already once the answer is here
         elif request.state is State.LOADING:
             del self.loading[request.id]
         elif request.state is State.PREFILLING:
@@ -88,6 +99,17 @@ class Roster:
         self._kv.close(request.kv, keep_end=keep_end)
         del self.requests[request.id]
         return quarantined
+
+    def give_up(self, request: Request, *, keep_end: bool = True) -> None:
+        """Forget a request that has not come to its end."""
+        in_transfer = request.in_transfer
+        quarantined = self.finish(request, keep_end=keep_end)
+        if in_transfer:
+            self.note_given_up(request, quarantined)
+
+    def note_given_up(self, request: Request, pages: QuarantinedPages) -> None:
+        """Note for the transfer driver that a request ended or lost its loads, and which pages were quarantined."""
+        self.given_up.append(GivenUp(request.id, pages))
 
     def start_over(self, kept: Iterable[Request]) -> None:
         """Keep only these requests, which wait or are being fetched; the caller has taken their KV."""

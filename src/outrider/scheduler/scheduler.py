@@ -13,27 +13,20 @@ is given up with abandon() instead.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from outrider.errors import OutOfPages, RequestError
 from outrider.kv.intervals import Interval
-from outrider.kv.ledger import Load, LoadState
+from outrider.kv.ledger import Load
 from outrider.kv.manager import KVManager
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
+from outrider.scheduler.incoming import IncomingKV
 from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
 from outrider.scheduler.planner import Planner
 from outrider.scheduler.request import Request, RequestSpec, State, token_array
-from outrider.scheduler.roster import QuarantinedPages, Roster
-
-
-class GivenUp(NamedTuple):
-    """A sequence that ended, or lost its KV, while a transfer may have been using its pages."""
-
-    sequence_id: str
-    quarantined: QuarantinedPages
-    """Pages that its own loads may still write to."""
+from outrider.scheduler.roster import GivenUp, Roster
 
 
 class Scheduler:
@@ -43,12 +36,8 @@ class Scheduler:
         self.kv = kv
         self.roster = Roster(kv, protect_after=config.protect_after_preemptions)
         self.planner = Planner(config, kv, self.roster)
+        self.incoming = IncomingKV(config, kv, self.roster)
         self._footprint = kv.layout.footprint
-        self._settling: list[Request] = []
-        """Requests whose loads have all arrived, but with a page copy that has yet to run."""
-        self._new_loads: list[tuple[str, tuple[Load, ...]]] = []
-        self._given_up: list[GivenUp] = []
-        self._updates: list[Update] = []
         self._arrivals = 0
         self._next_step = 0
         self._moving = False
@@ -88,6 +77,14 @@ class Scheduler:
     def only_loading(self) -> bool:
         """Whether nothing can be planned before a peer answers or a load ends."""
         return self.has_work and not self.num_running and not self.num_waiting
+
+    @contextmanager
+    def _move(self) -> Iterator[None]:
+        """Change requests and pages. An interruption leaves `_moving` set, so that the next call starts over."""
+        self._repair()
+        self._moving = True
+        yield
+        self._moving = False
 
     # ---- requests come and go ----------------------------------------------------------------------
 
@@ -177,68 +174,34 @@ class Scheduler:
         Without that token the request samples its first token itself, from the last row of the prompt.
         """
         assert set(remote).issuperset(self.kv.layout.target_groups), "a peer that lacks a target group offers nothing"
-        self._repair()
-        request = self.roster.fetching.get(sequence_id)
-        if request is None:
-            return
-        self._moving = True
-        request.remote, request.carried_drafts = remote, drafts
-        self._leave_fetching(request, () if first_token is None else (first_token,))
-        self._moving = False
-
-    def _leave_fetching(self, request: Request, first: tuple[int, ...]) -> None:
-        tokens, finish = self._cut_at_end(request, first) if first else ((), None)
-        if tokens:
-            request.tokens.extend(tokens)
-            self._updates.append(Update(request.id, tokens, finish))
-        if finish is None:
-            self.roster.wait(request)
-        else:
-            self.roster.finish(request)
+        with self._move():
+            self.incoming.fetched(sequence_id, remote, first_token, drafts=drafts)
 
     def not_fetched(self, sequence_id: str) -> None:
-        """Note that no prefill worker holds this request's prompt: it is computed here, or fails."""
-        self._repair()
-        request = self.roster.fetching.get(sequence_id)
-        if request is None:
-            return
-        self._moving = True
-        if self.config.load_failure is LoadFailure.FAIL:
-            self._fail(request)
-        else:
-            self.roster.wait(request)
-        self._moving = False
+        """Note that no prefill worker holds this request's prompt, or that it cannot wait for it any longer: it is
+        computed here, or fails."""
+        with self._move():
+            self.incoming.not_fetched(sequence_id)
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence, if there is one of this id."""
-        self._repair()
-        request = self.requests.get(sequence_id)
-        if request is not None:
-            self._moving = True
-            self._give_up(request)
-            self._moving = False
-
-    def _give_up(self, request: Request, *, keep_end: bool = True) -> None:
-        """Forget a request that has not come to its end."""
-        in_transfer = request.in_transfer
-        quarantined = self.roster.finish(request, keep_end=keep_end)
-        if in_transfer:
-            self._given_up.append(GivenUp(request.id, quarantined))
+        with self._move():
+            request = self.requests.get(sequence_id)
+            if request is not None:
+                self.roster.give_up(request)
 
     def take_given_up(self) -> list[GivenUp]:
         """Returns the sequences that were given up since the last call. The transfer driver must ask before the next
         step runs: from then on, their pages may be written to."""
-        given_up, self._given_up = self._given_up, []
+        given_up, self.roster.given_up = self.roster.given_up, []
         return given_up
 
     def release_held(self, sequence_id: str) -> None:
         """Let go of a held sequence: the decode worker has what it needs, or its lease ran out."""
-        self._repair()
-        request = self.requests.get(sequence_id)
-        if request is not None and request.state is State.HELD:
-            self._moving = True
-            self.roster.finish(request)
-            self._moving = False
+        with self._move():
+            request = self.requests.get(sequence_id)
+            if request is not None and request.state is State.HELD:
+                self.roster.finish(request)
 
     # ---- planning ----------------------------------------------------------------------------------
 
@@ -284,104 +247,35 @@ class Scheduler:
             return False
         request.fresh = True
         if admission.loads:
-            self.roster.load(request)
-            self._new_loads.append((request.id, admission.loads))
+            self.incoming.await_loads(request, admission.loads)
         else:
-            self._start(request)
+            self.incoming.start(request)
         return True
-
-    def _start(self, request: Request) -> None:
-        """Let an admitted request run from where its KV ends."""
-        carried, request.carried_drafts = request.carried_drafts, 0
-        drafts = request.kv.drafting or not self._footprint.groups
-        if carried and drafts and request.kv.committed == len(request.tokens) - 1:
-            request.drafts = carried
-            self.roster.decode(request)
-        else:
-            self.roster.prefill(request)
 
     # ---- loads -------------------------------------------------------------------------------------
 
     def take_loads(self) -> list[tuple[str, tuple[Load, ...]]]:
-        """Returns the loads of requests admitted since the last call, for a connector to start."""
-        loads, self._new_loads = self._new_loads, []
+        """Returns the loads of requests admitted since the last call, for the transfer driver to start."""
+        loads, self.incoming.new_loads = self.incoming.new_loads, []
         return loads
 
     def load_arrived(self, sequence_id: str, load: Load) -> None:
-        self._end_load(sequence_id, load, arrived=True)
+        with self._move():
+            self.incoming.arrived(sequence_id, load)
 
     def load_failed(self, sequence_id: str, load: Load) -> None:
-        self._end_load(sequence_id, load, arrived=False)
-
-    def _end_load(self, sequence_id: str, load: Load, *, arrived: bool) -> None:
-        self._repair()
-        request = self.roster.loading.get(sequence_id)
-        if request is not None:
-            self._moving = True
-            if arrived:
-                self.kv.import_interval(request.kv, load)
-            else:
-                self.kv.fail_load(request.kv, load)
-            self._maybe_start_loaded(request)
-            self._moving = False
+        with self._move():
+            self.incoming.failed(sequence_id, load)
 
     def load_lost(self, sequence_id: str) -> None:
         """Give up a transfer that never ended. `take_given_up` names its pages, to be restored once nothing can land in
         them any more."""
-        self._repair()
-        request = self.roster.loading.get(sequence_id)
-        if request is None:
-            return
-        self._moving = True
-        if not request.kv.pending_groups() - set(self.kv.layout.draft_groups):
-            self._given_up.append(GivenUp(request.id, self.kv.abandon_draft_loads(request.kv)))
-            self._maybe_start_loaded(request)
-        else:
-            must_fail = self._peer_failed(request, LoadState.PENDING, LoadState.FAILED)
-            self._given_up.append(GivenUp(request.id, self.kv.abandon_loading(request.kv)))
-            request.epoch += 1
-            self.roster.wait(request)
-            if must_fail:
-                self._fail(request)
-        self._moving = False
-
-    def _peer_failed(self, request: Request, *states: LoadState) -> bool:
-        """Whether a load in one of these states makes the request fail. Only the target's KV from a peer does, and only
-        if the policy says so: a page that is missing in a tier is a miss like any other."""
-        if self.config.load_failure is not LoadFailure.FAIL:
-            return False
-        groups = self.kv.layout.target_groups
-        return any(
-            load.key is None and load.group in groups and state in states for load, state in request.kv.loads.items()
-        )
-
-    def _maybe_start_loaded(self, request: Request) -> None:
-        kv = request.kv
-        if kv.loading or request.state is not State.LOADING:
-            return
-        if not self.kv.may_finish_loading(kv):
-            self._settling.append(request)
-            return
-        must_fail = self._peer_failed(request, LoadState.FAILED)
-        reached = self.kv.finish_loading(kv)
-        request.epoch += 1
-        if must_fail:
-            self.roster.hold(request)
-            self._fail(request)
-        elif reached < kv.hit:
-            # What the index held was given up for the transfer; search again.
-            self.kv.release(kv)
-            self.roster.wait(request)
-        else:
-            self._start(request)
-
-    def _fail(self, request: Request) -> None:
-        self._updates.append(Update(request.id, (), "failed"))
-        self._give_up(request, keep_end=False)
+        with self._move():
+            self.incoming.lost(sequence_id)
 
     def take_updates(self) -> list[Update]:
         """Returns updates of requests that ended outside a step, such as those whose load failed."""
-        updates, self._updates = self._updates, []
+        updates, self.incoming.updates = self.incoming.updates, []
         return updates
 
     # ---- verdicts ----------------------------------------------------------------------------------
@@ -411,9 +305,7 @@ class Scheduler:
         """Take over what a step decided; every request advances to its own v."""
         self._moving = True
         self.kv.complete(plan.step)
-        settling, self._settling = self._settling, []
-        for loaded in settling:
-            self._maybe_start_loaded(loaded)
+        self.incoming.settle()
         updates = self.take_updates()
         requests, commit_kv, new_update = self.requests, self._commit_kv, tuple.__new__
         for row, tokens, proposed in zip(plan.scheduled, verdict.tokens, verdict.proposed, strict=True):
@@ -427,8 +319,13 @@ class Scheduler:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
             known, finish, spec = request.tokens, None, request.spec
+            if spec.hand_over and row.epoch != request.epoch:
+                continue  # preempted meanwhile: its KV, which is all that is wanted of it, is computed again
             if spec.stop_tokens or spec.hand_over or len(known) + len(tokens) >= request.max_total:
-                tokens, finish = self._cut_at_end(request, tokens)
+                tokens, finish = request.cut_at_end(tokens)
+            if spec.hand_over:
+                # A step that was planned ahead has rows, and pages, for what would have come after the first token.
+                flight.clear()
             known.extend(tokens)
             forks = verdict.fork_tokens.get(sequence_id, ()) if samples > 1 else ()
             if row.epoch == request.epoch:
@@ -470,8 +367,9 @@ class Scheduler:
         for request in [request for request in requests.values() if request.id in with_rows | with_pages]:
             if request.id in with_rows or request.state is State.LOADING:
                 ended.append(request.id)
-                self._give_up(request, keep_end=False)
-            elif request.state is not State.WAITING:
+                self.roster.give_up(request, keep_end=False)
+            elif request.state not in (State.WAITING, State.HELD):
+                # What is held was written by earlier steps; this one gave it no rows, only pages that it did not need.
                 self.roster.preempt(request, keep_end=False)
         return ended
 
@@ -480,17 +378,19 @@ class Scheduler:
         if self._moving:
             states = {request.id: request.state for request in self.requests.values()}
             # The others that end were being finished anyway: their callers have given them up.
-            lost = [id for id in self._start_over() if states[id] is State.LOADING]
-            self._updates += [Update(id, (), "failed") for id in lost]
+            lost = [id for id in self._start_over() if states[id] in (State.FETCHING, State.LOADING)]
+            self.incoming.updates += [Update(id, (), "failed") for id in lost]
 
     def _start_over(self, with_rows: Collection[str] = ()) -> list[str]:
-        """Take the KV from every request, and empty the cache. Requests with rows in a step, and those that load or are
-        held, end; all others are computed again. Returns the ids of the requests that ended."""
+        """Take the KV from every request, and empty the cache. Requests with rows in a step, requests that load or are
+        held, and one whose peer's answer was being taken in, end; all others are computed again. Returns the ids of the
+        requests that ended."""
         self._moving = True
         aside = {request.id: self.kv.holdings.set_pending_aside(request.kv) for request in self.roster.loading.values()}
         ended, kept, given_up = [], [], []
         for request in self.requests.values():
-            stays = request.state in (State.FETCHING, State.WAITING, State.PREFILLING, State.DECODING)
+            asked = request.state is State.FETCHING and request.id in self.roster.fetching
+            stays = asked or request.state in (State.WAITING, State.PREFILLING, State.DECODING)
             if stays and request.id not in with_rows and not request.flight and request.id in self.kv.sequences:
                 kept.append(request)
             else:
@@ -499,9 +399,9 @@ class Scheduler:
                     given_up.append(GivenUp(request.id, aside.get(request.id, [])))
         self.kv.holdings.start_over(self.kv.sequences, {request.id for request in kept})
         self.roster.start_over(kept)
-        self._settling, self._new_loads = [], []
+        self.incoming.forget_loads()
         self._next_step = self.kv.pool.next_step
-        self._given_up += given_up
+        self.roster.given_up += given_up
         self._moving = False
         return ended
 
@@ -520,24 +420,6 @@ class Scheduler:
         self.kv.commit(request.kv, v, fed_to=fed_to, ahead=ahead, keep_window=keep_window)
         if fed_to is not None:
             request.fresh = True
-
-    def _cut_at_end(self, request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """Returns the tokens up to the first stop token or the length limit, and what ended them."""
-        if request.spec.hand_over:
-            return tokens[:1], "prefilled"
-        finish = None
-        stop = request.spec.stop_tokens
-        if stop:
-            for place, token in enumerate(tokens):
-                if token in stop:
-                    tokens, finish = tokens[: place + 1], "stop"
-                    break
-        room = max(0, request.max_total - len(request.tokens))
-        if len(tokens) >= room:
-            if len(tokens) > room or finish is None:
-                finish = "length"
-            tokens = tokens[:room]
-        return tokens, finish
 
     def _fork(self, parent: Request, row: ScheduledRequest, index: int, token: int) -> Update:
         """Start another continuation of the same prompt; it shares the prompt's pages if there is room to."""

@@ -33,14 +33,17 @@ class Desk:
         leases: LeaseBook,
         clock: Callable[[], float],
         digest_slots: Digest | None = None,
+        hands_over: bool = True,
     ) -> None:
-        """`digest`: what a peer's `Hello` must carry (`offers.layout_digest`)."""
+        """`digest`: what a peer's `Hello` must carry (`offers.layout_digest`). `hands_over`: whether this worker
+        computes prompts for others; without that it refuses every greeting."""
         self._engine = engine
         self._digest = digest
         self._signatures = tuple(signatures)
         self.leases = leases
         self._clock = clock
         self._digest_slots = digest_slots
+        self._hands_over = hands_over
 
     def answer(self, message: Message, introduction: Callable[[], bytes]) -> Message | None:
         """Returns the answer to a peer's message; None if it needs none or is no question."""
@@ -62,15 +65,23 @@ class Desk:
         return None
 
     def _welcome(self, hello: Hello, introduction: Callable[[], bytes]) -> Message:
+        wire = [signature.wire for signature in self._signatures]
+        if not self._hands_over:
+            return Refused(
+                reason="the worker hands no KV over (kv_role kv_consumer); start it as kv_producer or kv_both, or name "
+                "another prefill worker"
+            )
         if hello.digest != self._digest:
             here = self._signatures[0].identity
             return Refused(
                 reason=f"the target's KV or the protocol differs; the prefill worker has {here}; run the same version, "
-                "weights, dtype and attention layout on both workers"
+                "weights, dtype and attention layout on both workers",
+                signatures=wire,
             )
         return Welcome(
             engine=self._engine,
-            signatures=[signature.wire for signature in self._signatures],
+            signatures=wire,
+            lease_s=self.leases.duration_s,
             introduction=introduction(),
         )
 

@@ -25,23 +25,8 @@ from outrider.scheduler import Scheduler, State
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
-from outrider.transfer.messages import (
-    Confirm,
-    Confirmed,
-    Fetch,
-    Message,
-    Offered,
-    Refused,
-    Release,
-    Renew,
-    Welcome,
-)
-from outrider.transfer.offers import (
-    from_wire,
-    offered_intervals,
-    plan_pull,
-    signatures,
-)
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Message, Offered, Refused, Release, Renew, Welcome
+from outrider.transfer.offers import from_wire, offered_intervals, plan_pull, signatures
 from outrider.transfer.peers import Peer, Peers
 from outrider.transfer.quarantine import Quarantine
 from outrider.transfer.records import Fetched, FirstToken, Tiers, TransferChecks
@@ -60,13 +45,16 @@ class TransferDriver:
         time_of_day: Callable[[], float],
         tiers: Tiers | None = None,
         checks: TransferChecks | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`lender`: the same worker's own promises, which its link answers for."""
+        """`lender`: the same worker's own promises, which its link answers for. `vocab_size`: number of tokens that a
+        prefill worker may name; None if any may be."""
         self.engine = lender.engine
         self.limits = lender.limits
         self.counters = lender.counters
         self.lender = lender
         self.checks = checks
+        self._vocab_size = vocab_size
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._layout = scheduler.kv.layout
@@ -83,6 +71,7 @@ class TransferDriver:
             self._identity,
             reader=self.engine,
             answer_s=self.limits.answer_s,
+            renew_s=self.limits.renew_s,
             counters=self.counters,
             clock=clock,
         )
@@ -122,8 +111,11 @@ class TransferDriver:
         elif peer.engine is not None and not peer.fencing:
             self._ask(hand_off, peer)
 
-    def decline(self, ticket: Ticket) -> None:
-        """Let the prefill worker of a ticket know that its KV is not needed."""
+    def decline(self, ticket: Ticket, *, binding: bytes) -> None:
+        """Let the prefill worker of a ticket know that its KV is not needed, unless another request reads it or the
+        ticket is for another prompt: a ticket that is repeated takes nothing away from its owner."""
+        if ticket.binding != binding or self._hand_offs.of_lease(ticket.lease) is not None:
+            return
         self._link.send(ticket.endpoint, Release(lease=ticket.lease, reader=self.engine))
 
     def _ask(self, hand_off: HandOff, peer: Peer) -> None:
@@ -167,13 +159,16 @@ class TransferDriver:
             offer = from_wire(message, peer.signatures)
             if offer.engine != hand_off.ticket.engine or offer.binding != hand_off.ticket.binding:
                 raise TransferError(f"{offer} is for another prompt than its ticket")
+            if self._vocab_size is not None:
+                offer.check_tokens(self._vocab_size)
             remote = offered_intervals(self._layout, self._identity, offer)
         except TransferError as error:
             self._not_fetched(hand_off, str(error))
             return
         hand_off.offer = offer
         self.counters.draft_groups_missing += peer.lacks_groups
-        self._enter(hand_off, Phase.QUEUED)
+        self._enter(hand_off, Phase.QUEUED, self.limits.lease_s)
+        self._renew_at_s = min(self._renew_at_s, hand_off.since_s + peer.renew_s)
         self._fetched.append(Fetched(hand_off.sequence, offer))
         if hand_off.takes_token:
             self._scheduler.fetched(hand_off.sequence, remote, offer.first_token, drafts=len(offer.drafts))
@@ -242,6 +237,7 @@ class TransferDriver:
                 hand_off.reason = str(error)
                 continue
             hand_off.pulls[load] = runs
+            hand_off.remote_groups[load.group] = remote_group
             self._hand_offs.read_started(number, hand_off, load)
         self._maybe_confirm(hand_off)
 
@@ -273,11 +269,10 @@ class TransferDriver:
 
     def _send_confirm(self, hand_off: HandOff) -> None:
         digests_of: list[tuple[int, int, int]] = []
-        peer = self._peers.get(hand_off.peer)
-        if self.checks is not None and self.checks.compares_bytes and peer is not None:
+        if self.checks is not None and self.checks.compares_bytes:
+            # The peer may have been cut off meanwhile, and not be known any more.
             digests_of = [
-                (peer.signatures.index(self._signatures[load.group]), load.interval.start, load.interval.end)
-                for load in hand_off.landed
+                (hand_off.remote_groups[load.group], load.interval.start, load.interval.end) for load in hand_off.landed
             ]
         message = Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of)
         self._link.send(hand_off.peer, message)
@@ -287,16 +282,20 @@ class TransferDriver:
             return
         if not message.held:
             hand_off.reason = "the prefill worker's lease ended before everything had been read"
-        elif message.digests:
+        elif self.checks is not None and self.checks.compares_bytes:
             self._compare(hand_off, message.digests)
         self._settle(hand_off, held=message.held)
 
     def _compare(self, hand_off: HandOff, digests: Sequence[bytes]) -> None:
         """Take back what did not arrive as it was sent."""
         assert self.checks is not None and hand_off.offer is not None
+        if len(digests) != len(hand_off.landed):
+            hand_off.reason = "the prefill worker sent no digests of what it holds"
+            hand_off.failed, hand_off.landed = hand_off.failed + hand_off.landed, []
+            return
         good = []
         for place, load in enumerate(hand_off.landed):
-            if place < len(digests) and digests[place] == self.checks.digest(hand_off.sequence, load):
+            if digests[place] == self.checks.digest(hand_off.sequence, load):
                 good.append(load)
             else:
                 hand_off.failed.append(load)
@@ -346,7 +345,11 @@ class TransferDriver:
             self._tell_released(hand_off)
 
     def _tell_released(self, hand_off: HandOff) -> None:
-        self._link.send(hand_off.peer, Release(lease=hand_off.ticket.lease, reader=self.engine))
+        """Tell P that its pages are not needed, unless a ticket that came again serves another request, or reads of a
+        request that was given up have not ended: the last of them tells it."""
+        lease = hand_off.ticket.lease
+        if self._hand_offs.of_lease(lease) in (None, hand_off) and not self._hand_offs.is_read(lease):
+            self._link.send(hand_off.peer, Release(lease=lease, reader=self.engine))
 
     def _settle_given_up(self) -> None:
         """Follow requests that the scheduler gave up: aborted, failed, or lost with an interrupted step."""
@@ -400,8 +403,8 @@ class TransferDriver:
             return
         hand_off = self._hand_offs.of_lease(message.lease)
         if hand_off is None or hand_off.peer != endpoint:
-            if isinstance(message, Offered):
-                # No request waits for it any more.
+            if isinstance(message, Offered) and not self._hand_offs.is_read(message.lease):
+                # No request waits for it any more, and it is not the repetition of an offer whose pages are being read.
                 self._link.send(endpoint, Release(lease=message.lease, reader=self.engine))
             return
         match message:
@@ -436,6 +439,8 @@ class TransferDriver:
             if any(load.group in self._layout.target_groups for load in hand_off.open.values()):
                 self._lose(hand_off)
             self._end_reads(hand_off)
+        elif hand_off.phase is Phase.QUEUED:
+            self._waited(hand_off, now_s)
         elif hand_off.asked_again:
             hand_off.reason = "the prefill worker does not answer"
             if hand_off.phase is Phase.CONFIRMING:
@@ -449,6 +454,15 @@ class TransferDriver:
                 self._send_confirm(hand_off)
             elif peer is not None and peer.engine is not None and not peer.fencing:
                 self._ask(hand_off, peer)
+
+    def _waited(self, hand_off: HandOff, now_s: float) -> None:
+        """Let a request go on waiting for pages, unless this worker holds pages for others: two workers that hold for
+        each other what each of them waits for would wait for ever."""
+        if self.lender.leases:
+            self._tell_released(hand_off)
+            self._not_fetched(hand_off, "no pages became free in time, while this worker holds some for others")
+        else:
+            hand_off.deadline_s = now_s + self.limits.lease_s
 
     def _end_reads(self, hand_off: HandOff) -> None:
         """Cut off a peer that has not sent everything in time: otherwise what is missing may still land at any time."""
@@ -468,11 +482,12 @@ class TransferDriver:
     def _renew(self, now_s: float) -> None:
         if now_s < self._renew_at_s:
             return
-        self._renew_at_s = now_s + self.limits.renew_s
         leases: dict[str, list[bytes]] = {}
         for hand_off in self._hand_offs.current():
             if hand_off.offer is not None:
                 leases.setdefault(hand_off.peer, []).append(hand_off.ticket.lease)
+        peers = [peer for peer in map(self._peers.get, leases) if peer is not None and peer.engine is not None]
+        self._renew_at_s = now_s + min((peer.renew_s for peer in peers), default=self.limits.renew_s)
         for endpoint, names in leases.items():
             self._link.send(endpoint, Renew(leases=names, reader=self.engine))
 

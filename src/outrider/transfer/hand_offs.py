@@ -54,6 +54,8 @@ class HandOff:
     offer: Offer | None = None
     pulls: dict[Load, tuple[SlotRun, ...]] = field(default_factory=dict)
     """Loads that a peer sends, with the slots to copy."""
+    remote_groups: dict[int, int] = field(default_factory=dict)
+    """P's number of each group that is read."""
     open: dict[int, Load] = field(default_factory=dict)
     """Reads that have not ended, by number."""
     landed: list[Load] = field(default_factory=list)
@@ -147,6 +149,10 @@ class HandOffs:
     def read_ended(self, number: int) -> HandOff | None:
         """Returns the hand-off that a read belongs to; None if it has ended before."""
         return self._by_read.pop(number, None)
+
+    def is_read(self, lease: bytes) -> bool:
+        """Whether reads under a lease have not ended, though their hand-off may have been given up."""
+        return any(each.ticket.lease == lease for each in self._by_read.values())
 
     def reads_of(self, sequence: str) -> set[int]:
         return {number for number, each in self._by_read.items() if each.sequence == sequence}

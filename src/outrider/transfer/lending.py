@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.scheduler import Scheduler, State
+from outrider.scheduler import Role, Scheduler, State
 from outrider.transfer.desk import Desk, Digest
 from outrider.transfer.leases import LeaseBook
 from outrider.transfer.messages import PROTOCOL
@@ -47,6 +47,7 @@ class Lender:
             leases=self.leases,
             clock=clock,
             digest_slots=digest_slots,
+            hands_over=scheduler.config.role is not Role.DECODE,
         )
         """What answers peers; a link calls it."""
         self._held_pages: dict[str, list[int]] = {}

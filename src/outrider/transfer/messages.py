@@ -53,6 +53,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     engine: str
     signatures: list[Signature]
     """The KV groups of this worker, in the order of its layout."""
+    lease_s: float
+    """How long this worker holds KV for a reader that does not prolong its lease."""
     introduction: bytes
     """What the link of the worker that asks must know before it can read: `Link.introduction`."""
 
@@ -127,6 +129,8 @@ class Refused(Message, frozen=True, kw_only=True):
     lease: bytes = b""
     """The lease that is refused; empty if the worker is."""
     reason: str
+    signatures: list[Signature] = []
+    """The KV groups of a worker that refuses a greeting because they differ, so that its sender can tell in what."""
 
 
 AnyMessage = Hello | Welcome | Fetch | Offered | Renew | Confirm | Confirmed | Release | Refused

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import isnan
 from typing import NamedTuple
 
 from outrider.errors import TransferError
@@ -123,6 +124,9 @@ class Offer:
             raise TransferError(f"{self}: the first token must be a token id, got {self.first_token!r}; {ADVICE}")
         if not isinstance(self.drafts, tuple) or not all(is_word(draft) for draft in self.drafts):
             raise TransferError(f"{self}: drafts must be a tuple of token ids, got {self.drafts!r}; {ADVICE}")
+        worth = self.drafts_worth_asking
+        if worth is not None and not is_word(worth):
+            raise TransferError(f"{self}: drafts_worth_asking must be a whole number of at least 0, got {worth!r}")
         if not isinstance(self.groups, Mapping):
             raise TransferError(f"{self}: groups must map signatures to what is offered, got {self.groups!r}")
         for signature, group in self.groups.items():
@@ -130,6 +134,17 @@ class Offer:
 
     def __str__(self) -> str:
         return f"offer of {self.engine}"
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse tokens that the model does not have: an index outside the vocabulary would end a whole step."""
+        tokens = [self.first_token, *self.drafts]
+        if self.logprobs is not None:
+            tokens += [self.logprobs.token, *(token for token, _logprob in self.logprobs.top)]
+            if any(isnan(value) for value in (self.logprobs.logprob, *(value for _, value in self.logprobs.top))):
+                raise TransferError(f"{self} has a log-probability that is no number; {ADVICE}")
+        outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise TransferError(f"{self} names token {outside}, but the vocabulary has {vocab_size} tokens; {ADVICE}")
 
     def _check_group(self, signature: GroupSignature, group: OfferedGroup) -> None:
         if not isinstance(signature, GroupSignature) or not isinstance(group, OfferedGroup):

@@ -15,7 +15,10 @@ from outrider.kv.prefix import CacheIdentity
 from outrider.transfer.link import Link
 from outrider.transfer.messages import Hello, Welcome
 from outrider.transfer.offers import GroupSignature, layout_digest, shared_groups
-from outrider.transfer.records import TransferCounters
+from outrider.transfer.records import RENEWALS_PER_LEASE, TransferCounters
+
+RENEW_S_MIN = 0.02
+"""The shortest time between two renewals, whatever a peer says of its leases."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +31,8 @@ class Peer:
     engine: str | None = None
     """None until the peer has said Welcome."""
     signatures: tuple[GroupSignature, ...] = ()
+    renew_s: float = 0.0
+    """How often its leases are to be prolonged."""
     lacks_groups: bool = False
     """Whether it has none of this worker's draft groups, or not all of them."""
     fencing: bool = False
@@ -43,15 +48,18 @@ class Peers:
         *,
         reader: str,
         answer_s: float,
+        renew_s: float,
         counters: TransferCounters,
         clock: Callable[[], float],
     ) -> None:
-        """`reader`: the engine id of this worker. `answer_s`: how long a peer may take to answer."""
+        """`reader`: the engine id of this worker. `answer_s`: how long a peer may take to answer. `renew_s`: how often leases
+        are prolonged, unless they are too short for that."""
         self._link = link
         self._layout = layout
         self._identity = identity
         self._reader = reader
         self._answer_s = answer_s
+        self._renew_s = renew_s
         self._counters = counters
         self._clock = clock
         self._peers: dict[str, Peer] = {}
@@ -77,10 +85,13 @@ class Peers:
             try:
                 peer.signatures = tuple(GroupSignature.of(signature) for signature in message.signatures)
                 shared = shared_groups(self._layout, self._identity, peer.signatures)
+                if not message.lease_s > 0.0:
+                    raise TransferError(f"the prefill worker says that its leases last {message.lease_s} s")
                 self._link.meet(endpoint, message.introduction)
             except TransferError:
                 self.forget(peer)
                 raise
+            peer.renew_s = max(RENEW_S_MIN, min(self._renew_s, message.lease_s / RENEWALS_PER_LEASE))
             peer.engine, peer.lacks_groups = message.engine, len(shared) < len(self._layout.groups)
         elif peer.engine != message.engine:
             # The peer was restarted: what is known of it belongs to the process that is gone.

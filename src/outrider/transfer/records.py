@@ -12,6 +12,9 @@ from outrider.transfer.link import Failed, Landed
 from outrider.transfer.messages import ScoredToken
 from outrider.transfer.offers import Offer
 
+RENEWALS_PER_LEASE = 6
+"""How often a lease is prolonged before it would run out."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferLimits:
@@ -19,7 +22,7 @@ class TransferLimits:
 
     lease_s: float = 30.0
     renew_s: float = 5.0
-    """How often D asks P to prolong its leases."""
+    """How often D asks P to prolong its leases; more often if P's leases are short."""
     answer_s: float = 5.0
     """How long D waits for an answer, before it asks once more, and then gives up."""
     read_s: float = 20.0

@@ -11,16 +11,16 @@ import pytest
 
 from outrider.errors import TraceError
 from outrider.tools.sim.campaign import run_scenario
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.reading import read_scenario
 from outrider.tools.sim.replay import Trace, record, replay
-from outrider.tools.sim.scenario import draw
 
 
 def split_trace() -> dict[str, Any]:
     """A good trace with a peer, faults and drafts, as plain data."""
     for index in range(400):
         scenario = draw(3, index)
-        if scenario.split and scenario.faults and scenario.draft and len(scenario.requests) > 2:
+        if scenario.split and scenario.faults and scenario.draft and len(scenario.workers) == 2:
             data: dict[str, Any] = json.loads(json.dumps(scenario.as_json()))
             return {"format": 1, "mutation": None, "failure": None, "digest": "", "scenario": data}
     raise AssertionError("no such scenario")
@@ -56,16 +56,34 @@ def without(*path: str) -> Callable[[dict[str, Any]], None]:
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "too few peer pages": (put("scenario", "peer_target_pages", value=[4] * 9), "one page size for each of"),
+    "too many peer pages": (put("scenario", "peers", 0, "target_pages", value=[4] * 9), "one page size for each of"),
     "draft pages of the peer missing": (
-        put("scenario", "peer_draft_pages", value=[]),
-        "peer_draft_pages must give one",
+        put("scenario", "peers", 0, "draft_pages", value=[]),
+        "peer 'prefill': draft_pages must give one",
     ),
-    "peer pages of no tokens": (put("scenario", "peer_draft_pages", 0, value=0), "at least 1"),
-    "draft pages without a peer": (put("scenario", "peer_target_pages", value=[]), "there is no peer"),
+    "peer pages of no tokens": (put("scenario", "peers", 0, "draft_pages", 0, value=0), "at least 1"),
+    "unknown role of a peer": (put("scenario", "peers", 0, "role", value="judge"), "role 'judge'; known: prefill, dec"),
+    "unknown drafter of a peer": (put("scenario", "peers", 0, "drafter", value="x"), "drafter 'x'; known: same, other"),
+    "a peer without a name of its own": (
+        put("scenario", "peers", 0, "name", value="decode"),
+        "2 workers have the name",
+    ),
+    "no worker for prompts": (put("scenario", "peers", 0, "role", value="decode"), "no worker computes prompts"),
+    "unknown phase": (
+        put("scenario", "faults", 0, value={"at": 1, "kind": "abort", "target": "r0", "phase": "lost"}),
+        "unknown phase 'lost'",
+    ),
+    "unknown side": (
+        put("scenario", "faults", 0, value={"at": 1, "kind": "stop", "target": "r0", "phase": "held", "side": "left"}),
+        "unknown side 'left'",
+    ),
+    "a phase without a side": (
+        put("scenario", "faults", 0, value={"at": 1, "kind": "stop", "target": "r0", "phase": "held"}),
+        "say which side",
+    ),
     "unknown kind of fault": (
         put("scenario", "faults", 0, "kind", value="flood"),
-        "'flood'; known: abort, death, interrupt, reset",
+        "'flood'; known: abort, death, interrupt, reset, stop",
     ),
     "unknown worker": (
         put("scenario", "faults", 0, value={"at": 1, "kind": "death", "target": "moon"}),
@@ -81,7 +99,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "vocabulary 0": (put("scenario", "vocabulary", value=0), "vocabulary must be at least 2"),
     "duplicate ids": (duplicate_id, "2 requests have the id"),
-    "id of a fork": (put("scenario", "requests", 0, "id", value="a#1"), "'#', which names forks"),
+    "id of a leg": (put("scenario", "requests", 0, "id", value="a~1"), "'~', which name forks and legs"),
+    "id of a fork": (put("scenario", "requests", 0, "id", value="a#1"), "'#' or '~', which name forks"),
     "request in the past": (put("scenario", "requests", 0, "at", value=-3), "negative tick"),
     "unknown policy": (put("scenario", "load_failure", value="x"), "load_failure 'x'; known: recompute, fail"),
     "unknown retention": (put("scenario", "retention", value="some"), "cannot run.*dense, tail, or an interval"),
@@ -91,7 +110,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         "host_probability must lie",
     ),
     "unknown archetype": (put("scenario", "archetype", value="crystal ball"), "known: nothing, lookup, heads"),
-    "no target": (put("scenario", "target", value=[]), "peer_target_pages must give"),
+    "no target": (put("scenario", "target", value=[]), "peers|at least one|target_pages must give"),
     "page of no tokens": (put("scenario", "target", 0, "page_tokens", value=0), "cannot run.*page_tokens"),
     "negative window": (put("scenario", "target", 0, "window", value=-4), "cannot run.*window"),
     "fewer rows than requests": (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from outrider.tools.sim.campaign import run_scenario
-from outrider.tools.sim.scenario import FaultDraw, GroupDraw, RequestDraw, Scenario, draw
+from outrider.tools.sim.drawing import draw
+from outrider.tools.sim.scenario import FaultDraw, GroupDraw, PeerDraw, RequestDraw, Scenario
 
 
 def test_a_start_at_the_hit_after_a_failed_pull_needs_no_tap_rows_that_cannot_read() -> None:
@@ -16,9 +17,7 @@ def test_a_start_at_the_hit_after_a_failed_pull_needs_no_tap_rows_that_cannot_re
             GroupDraw(page_tokens=1, slot_bytes=1),
         ),
         draft=(GroupDraw(page_tokens=3, slot_bytes=1), GroupDraw(page_tokens=1, slot_bytes=1, window=3)),
-        peer_target_pages=(16, 3),
-        peer_draft_pages=(16, 16),
-        peer_drafts=False,
+        peers=(PeerDraw(name="prefill", role="prefill", target_pages=(16, 3), draft_pages=(16, 16), drafter="none"),),
         drafter_max_len=2,
         vocabulary=3,
         arena_slack=0.1,

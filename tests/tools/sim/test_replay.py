@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import TraceError
+from outrider.tools.sim.drawing import draw
 from outrider.tools.sim.replay import Trace, record, replay, shrink
-from outrider.tools.sim.scenario import draw
 
 BUG = "copy_on_write_skipped"
 

@@ -1,5 +1,6 @@
 """What a worker finds out about its machine and its peers'."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,14 @@ import msgspec
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.transfer.links.machine import ProbedMemory, can_read_memory, checked_address, network_device
+from outrider.transfer.links import machine
+from outrider.transfer.links.machine import (
+    ProbedMemory,
+    can_read_memory,
+    checked_address,
+    memory_obstacle,
+    network_device,
+)
 from outrider.transfer.links.mailbox import Mailbox
 
 
@@ -38,6 +46,29 @@ def test_another_process_with_that_number_is_not_taken_for_the_peer() -> None:
         assert not can_read_memory(msgspec.structs.replace(memory.probe, process=other.pid))
         assert other.stdin is not None
         other.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"boot": "another machine"}, "another machine"),
+        ({"address": 8}, "different containers"),
+        ({"digest": bytes(32)}, "different containers"),
+        ({"process": 2**31 - 1}, "different containers"),
+    ],
+)
+def test_the_reason_is_named(change: dict[str, object], reason: str) -> None:
+    memory = ProbedMemory()
+    assert memory_obstacle(memory.probe) is None
+    assert reason in str(memory_obstacle(msgspec.structs.replace(memory.probe, **change)))
+
+
+@pytest.mark.parametrize(("number", "reason"), [(errno.EPERM, "ptrace"), (errno.ENOSYS, "not implemented")])
+def test_a_system_that_forbids_it_is_named(monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
+    memory = ProbedMemory()
+    monkeypatch.setattr(machine, "_read_process_memory", lambda *where: number)
+    assert reason in str(memory_obstacle(memory.probe))
+    assert not can_read_memory(memory.probe)
 
 
 def test_loopback_is_the_loopback_device() -> None:

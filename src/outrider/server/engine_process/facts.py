@@ -64,7 +64,7 @@ def facts_of(engine: Engine) -> Facts:
         kv_tokens=min((kv.pool.arena(g).num_pages - 1) * kv.layout.groups[g].page_tokens for g in target),
         supports_grammars=engine.supports_grammars,
         sanitizer=config.sanitizer,
-        transfer=None if engine.transfers is None else TransferFacts(**engine.transfers.facts),
+        transfer=None if engine.transfers is None else TransferFacts(**asdict(engine.transfers.facts)),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import Pool
 from typing import Any
 
-from outrider.tools.sim.scenario import Scenario, draw
+from outrider.tools.sim.drawing import draw
+from outrider.tools.sim.scenario import PHASE_FAULTS, Scenario, phase_fault
 from outrider.tools.sim.world import Failure, Result, World
 
 CHUNK = 20
@@ -21,35 +22,66 @@ SITUATIONS = (
     "adapter_hit",
     "cache_reset",
     "chunking",
+    "damage_noticed",
     "draft_groups_dropped",
     "draft_window_load_failed",
     "drafter_catching_up",
+    "drafts_carried",
     "end_kept",
+    "fenced",
     "fork",
+    "hand_off_incomplete",
+    "hand_off_settled",
+    "handed_over",
+    "handed_over_without_ticket",
     "host_tier_page",
+    "interval_imported",
+    "landed_in_quarantine",
     "lease_expired",
     "media_hit",
+    "message_duplicated",
+    "message_late",
+    "message_lost",
+    "message_reordered",
+    "message_to_dead_worker",
+    "not_held",
     "page_copy",
     "page_shortage",
     "peer_refused",
     "peer_without_drafter",
+    "plain_prompt",
+    "plain_prompt_refused",
     "preemption",
     "preemption_while_loading",
+    "read_damaged",
+    "read_failed",
+    "read_hung",
+    "read_late",
+    "read_of_dead_worker_hung",
+    "recomputed",
     "refused",
     "remote_tier_page",
     "request_failed",
+    "resent",
     "shared_prefix_marked",
     "step_abandoned",
+    "ticket_brought_twice",
+    "ticket_expired",
+    "ticket_forged",
+    "ticket_late",
+    "ticket_not_bound_to_prompt",
+    "ticket_of_another_prompt",
+    "ticket_of_ended_lease",
+    "ticket_used_twice",
     "tier_load",
     "tier_load_failed",
-    "transfer_cancelled",
-    "transfer_delayed",
-    "transfer_duplicated",
-    "transfer_failed",
-    "transfer_lost",
-    "transfer_reordered",
+    "tier_load_late",
+    "waited_too_long_for_pages",
     "worker_death",
+    "worker_stopped",
 )
+PHASE_SITUATIONS = tuple(phase_fault(*fault) for fault in PHASE_FAULTS)
+"""Which fault befell a hand-off in which phase."""
 
 
 def run_scenario(scenario: Scenario) -> Result:
@@ -83,7 +115,7 @@ class Tally:
     finished: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SITUATIONS, 0)))
+    faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys((*SITUATIONS, *PHASE_SITUATIONS), 0)))
     violations: int = 0
     wrong_outputs: int = 0
     leaked_pages: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.errors import OutOfPages
 from outrider.kv.footprint import KVFootprint
-from outrider.kv.intervals import Interval, SlotRun, page_count
+from outrider.kv.intervals import Interval
 
 # ---- reservation and fit -------------------------------------------------------------------------------
 
@@ -378,43 +378,7 @@ def commit_every_row(original: Any) -> Any:
     return commit_kv
 
 
-# ---- transfer ------------------------------------------------------------------------------------------
-
-
-def trim_to_last_pages(original: Any) -> Any:
-    def plan_pull(layout: Any, identity: Any, load: Any, offer: Any, table: Any) -> tuple[SlotRun, ...]:
-        runs = original(layout, identity, load, offer, table)
-        size = layout.groups[load.group].page_tokens
-        offered = next(g for s, g in offer.groups.items() if s.name == layout.groups[load.group].name)
-        if offered.page_tokens != size:
-            return tuple(runs)
-        # "A surplus on the other side is a cached prefix": keep its last pages, as many as are wanted here.
-        first = load.interval.start // size
-        wanted = page_count(load.interval.end, size) - first
-        last_pages = offered.pages[len(offered.pages) - wanted :]
-        return tuple(run._replace(source_page=last_pages[(run.start // size) - first]) for run in runs)
-
-    return plan_pull
-
-
-def identity_left_out(original: Any) -> Any:
-    return property(lambda self: "")
-
-
-def failure_counts_as_arrival(original: Any) -> Any:
-    return lambda self, request_id, load: self.load_arrived(request_id, load)
-
-
-def lease_always_held(original: Any) -> Any:
-    return lambda self, lease: True
-
-
-def no_quarantine(original: Any) -> Any:
-    def abandon_loading(self: Any, sequence: Any) -> list[tuple[int, list[int]]]:
-        self.holdings.return_all(sequence)
-        return []
-
-    return abandon_loading
+# ---- loads ---------------------------------------------------------------------------------------------
 
 
 def restore_at_once(original: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 from outrider.kv.footprint import Proposing
 from outrider.tools.sim.campaign import run_scenario
-from outrider.tools.sim.mutation_table import Mutation
-from outrider.tools.sim.scenario import WEIGHTS, Scenario, draw
+from outrider.tools.sim.drawing import draw
+from outrider.tools.sim.mutation import Mutation
+from outrider.tools.sim.scenario import WEIGHTS, Scenario
 from outrider.tools.sim.world import Failure
 
 MOST_SCENARIOS = 1000
@@ -34,7 +35,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "sliding": any(group.window for group in scenario.target),
         "sliding_drafts": any(group.window for group in scenario.draft) and drafting,
         "split": scenario.split,
-        "other_weights": scenario.split and scenario.peer_weights != WEIGHTS,
+        "other_weights": any(peer.weights != WEIGHTS for peer in scenario.peers),
         "ends": bool(windows) and scenario.retention != "dense" and scenario.prefix_caching,
         "tier": scenario.tier_probability > 0 or scenario.host_probability > 0,
         "host_tier": bool(windows) and scenario.host_probability > 0,
@@ -42,6 +43,15 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "loads": scenario.split or scenario.tier_probability > 0 or scenario.host_probability > 0,
         "transfer_faults": scenario.transfer_faults > 0,
         "in_flight": scenario.step_in_flight,
+        "ticket_faults": scenario.ticket_faults > 0,
+        "readers_stop": any(
+            fault.kind == "stop" and fault.side == "decode" and fault.phase in ("fetching", "waiting")
+            for fault in scenario.faults
+        ),
+        "aborted_reading": any(fault.kind == "abort" and fault.phase == "reading" for fault in scenario.faults),
+        "compares_bytes": scenario.compare_bytes,
+        "death": any(fault.kind == "death" for fault in scenario.faults),
+        "interrupt": any(fault.kind == "interrupt" for fault in scenario.faults),
         "abort": any(fault.kind == "abort" for fault in scenario.faults),
         "fork": any(request.n > 1 for request in scenario.requests) and not scenario.split,
         "salt": len({request.salt for request in scenario.requests}) > 1,

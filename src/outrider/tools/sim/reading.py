@@ -11,12 +11,31 @@ from outrider.kv.retention import Retention
 from outrider.scheduler import LoadFailure, Role
 from outrider.scheduler.request import token_array
 from outrider.tools.sim.plain import read
-from outrider.tools.sim.scenario import OUTSIDE_FAULTS, RequestDraw, Scenario
+from outrider.tools.sim.scenario import (
+    FIRST,
+    OUTSIDE_FAULTS,
+    PEER_DRAFTERS,
+    PEER_ROLES,
+    PHASES,
+    SIDES,
+    PeerDraw,
+    RequestDraw,
+    Scenario,
+)
 
 MOST_SLACK = 1000.0
 """Largest arena_slack: more pages would only cost memory."""
 
 
+PROBABILITIES = (
+    "acceptance",
+    "held_share",
+    "host_probability",
+    "message_faults",
+    "ticket_faults",
+    "tier_probability",
+    "transfer_faults",
+)
 MOST_SLOTS = 2_000_000
 MOST_PAGE_TOKENS = 256
 
@@ -38,9 +57,9 @@ def _build(scenario: Scenario) -> None:
     """Build everything that a run will need; a contradiction raises its own error."""
     for request in scenario.requests:
         token_array(request.spec().prompt, f"request {request.id!r}")
-    for peer in (False, True) if scenario.split else (False,):
-        layout = scenario.layout(peer=peer)
-        slots = sum(scenario.kv_config(layout, peer=peer).arena_pages) * max(g.page_tokens for g in layout.groups)
+    for worker in scenario.workers:
+        layout = scenario.layout(worker)
+        slots = sum(scenario.kv_config(layout, worker).arena_pages) * max(g.page_tokens for g in layout.groups)
         if slots > MOST_SLOTS:
             raise TraceError(f"it takes up to {slots} slots, and a simulation may have {MOST_SLOTS}; make it smaller")
     scenario.scheduler_config(Role.BOTH)
@@ -50,7 +69,7 @@ def _build(scenario: Scenario) -> None:
 
 def _problem(scenario: Scenario) -> str | None:
     """Returns the first problem that no constructor would notice."""
-    for name in ("acceptance", "transfer_faults", "tier_probability", "host_probability"):
+    for name in PROBABILITIES:
         if not 0 <= getattr(scenario, name) <= 1:
             return f"{name} must lie between 0 and 1, got {getattr(scenario, name)}"
     if not isfinite(scenario.arena_slack) or not 0 <= scenario.arena_slack <= MOST_SLACK:
@@ -69,13 +88,31 @@ def _problem(scenario: Scenario) -> str | None:
 
 
 def _peer_problem(scenario: Scenario) -> str | None:
-    pages = (scenario.peer_target_pages, scenario.peer_draft_pages)
-    groups = (scenario.target, scenario.draft)
-    for name, sizes, own in zip(("peer_target_pages", "peer_draft_pages"), pages, groups, strict=True):
-        if scenario.split and len(sizes) != len(own):
+    if scenario.peers and not scenario.prefillers:
+        return "no worker computes prompts for others; give a peer the role 'prefill', or leave the peers out"
+    if scenario.first_prefills and not scenario.peers:
+        return "first_prefills is set, but there are no peers; add one, or leave it out"
+    for name, count in Counter(scenario.workers).items():
+        if count > 1:
+            return f"{count} workers have the name {name!r}; give each its own (the first is {FIRST!r})"
+    for peer in scenario.peers:
+        problem = _pages_problem(scenario, peer)
+        if problem is not None:
+            return f"peer {peer.name!r}: {problem}"
+    return None
+
+
+def _pages_problem(scenario: Scenario, peer: PeerDraw) -> str | None:
+    if peer.role not in PEER_ROLES:
+        return f"unknown role {peer.role!r}; known: {', '.join(PEER_ROLES)}"
+    if peer.drafter not in PEER_DRAFTERS:
+        return f"unknown drafter {peer.drafter!r}; known: {', '.join(PEER_DRAFTERS)}"
+    for name, sizes, own in (
+        ("target_pages", peer.target_pages, scenario.target),
+        ("draft_pages", peer.draft_pages, scenario.draft),
+    ):
+        if len(sizes) != len(own):
             return f"{name} must give one page size for each of {len(own)} group(s), got {len(sizes)}"
-        if sizes and not scenario.split:
-            return f"{name} is given, but there is no peer; give peer_target_pages too, or neither"
         if not all(1 <= size <= MOST_PAGE_TOKENS for size in sizes):
             return f"{name} must be page sizes of at least 1 and at most {MOST_PAGE_TOKENS}, got {list(sizes)}"
     return None
@@ -85,18 +122,24 @@ def _request_problem(requests: tuple[RequestDraw, ...]) -> str | None:
     for name, count in Counter(request.id for request in requests).items():
         if count > 1:
             return f"{count} requests have the id {name!r}; give each its own"
-        if "#" in name:
-            return f"request id {name!r} holds a '#', which names forks; choose another"
+        if "#" in name or "~" in name:
+            return f"request id {name!r} holds a '#' or '~', which name forks and legs; choose another"
     late = [request.id for request in requests if request.at < 0]
     return f"request {late[0]!r} comes at a negative tick; use 0 or more" if late else None
 
 
 def _fault_problem(scenario: Scenario) -> str | None:
-    workers = ["decode", "prefill"] if scenario.split else ["decode"]
+    requests = [request.id for request in scenario.requests]
     for fault in scenario.faults:
         if fault.kind not in OUTSIDE_FAULTS:
             return f"unknown kind of fault {fault.kind!r}; known: {', '.join(OUTSIDE_FAULTS)}"
-        targets = [request.id for request in scenario.requests] if fault.kind == "abort" else workers
+        if fault.phase and fault.phase not in PHASES:
+            return f"unknown phase {fault.phase!r} of a fault; known: {', '.join(PHASES)}"
+        if fault.side and fault.side not in SIDES:
+            return f"unknown side {fault.side!r} of a fault; known: {', '.join(SIDES)}"
+        if fault.phase and fault.kind != "abort" and not fault.side:
+            return f"fault {fault.kind!r} waits for a phase; say which side it befalls: {', '.join(SIDES)}"
+        targets = requests if fault.kind == "abort" or fault.phase else list(scenario.workers)
         if fault.target not in targets:
             return f"fault {fault.kind!r} names {fault.target!r}, which is not here; known: {', '.join(targets)}"
         if fault.at < 0:

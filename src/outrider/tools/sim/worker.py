@@ -1,26 +1,37 @@
-"""One simulated worker: the real scheduler and KV manager, the sanitizer, and a fake device."""
+"""One simulated worker: the real scheduler, KV manager and transfer driver, the sanitizer, a fake device and link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.layout import KVConfig, KVLayout
-from outrider.kv.ledger import SequenceKV
+from outrider.kv.ledger import Load, SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit
 from outrider.kv.retention import Marks, Retention
 from outrider.sanitizer import Mode, Sanitizer
 from outrider.sanitizer.kept import ExpectedKept
-from outrider.scheduler import Role, Scheduler, StepPlan, Update, Verdict
-from outrider.scheduler.scheduler import Abandoned
+from outrider.scheduler import Scheduler, State, StepPlan, Update, Verdict
 from outrider.tools.sim.device import FakeDevice
-from outrider.tools.sim.scenario import Scenario
-from outrider.tools.sim.tier import HOST, FakeTier
-from outrider.transfer.connector import LeaseBook
+from outrider.tools.sim.link import VirtualLink
+from outrider.tools.sim.oracle import chance
+from outrider.tools.sim.tier import HOST, FakeTier, TierLoads
+from outrider.transfer.driver import TransferDriver
+from outrider.transfer.lending import Lender
+from outrider.transfer.offers import OfferedGroup
+from outrider.transfer.records import Fetched, FirstToken
+from outrider.transfer.tickets import ClusterKey, Ticket
 
-LEASE_TICKS = 40
+if TYPE_CHECKING:
+    from outrider.tools.sim.world import World
+
+CLUSTER_KEY = ClusterKey("the key of all simulated workers")
+SKEW_TICKS = 8
+"""Largest difference between the clocks of two workers."""
 
 
 class NewPage(NamedTuple):
@@ -99,43 +110,63 @@ class InFlight:
     verdict: Verdict | None = None
 
 
-@dataclass
 class Worker:
-    name: str
-    engine: str
-    scenario: Scenario
-    layout: KVLayout
-    role: Role
-    on_stale_draft: Callable[[str, int], None]
-    on_plan: Callable[[StepPlan, Verdict], None]
-    remote_tier: FakeTier | None = None
-    alive: bool = True
-    interruption: str | None = None
-    """When the next step is interrupted: "before" it runs or "after"; None if it is not."""
-    steps: int = 0
-    preemptions_while_loading: int = 0
-    flying: list[InFlight] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        scenario = self.scenario
-        config = scenario.kv_config(self.layout, peer=self.role is Role.PREFILL)
+    def __init__(self, world: World, name: str, engine: str, endpoint: str, remote_tier: FakeTier | None) -> None:
+        self.world = world
+        self.name = name
+        self.engine = engine
+        self.scenario = scenario = world.scenario
+        self.counts = world.result.faults
+        self.layout = scenario.layout(name)
+        self.alive = True
+        self.interruption: str | None = None
+        """When the next step is interrupted: "planning", "before" it runs or "after"; None if it is not."""
+        self.steps = 0
+        self.preemptions_while_loading = 0
+        self.flying: list[InFlight] = []
+        self.stopped_until = 0
+        self.alarm: int | None = None
+        """The tick at which the world wakes this worker, if nothing does before."""
+        self.tickets: dict[str, Ticket] = {}
+        """What each sequence that starts from a peer's KV was asked for with."""
+        self.started: set[str] = set()
+        """Sequences that start from a peer's KV, and have had rows."""
+        config = scenario.kv_config(self.layout, name)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
-        self.tiers = self._tiers()
+        self.tiers = self._tiers(remote_tier)
         self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers)
         self.sanitizer.bind(self.kv)
         self.sanitizer.tier_holds = lambda group, identity: any(t.holds_identity(group, identity) for t in self.tiers)
-        self.scheduler = Scheduler(scenario.scheduler_config(self.role), self.kv)
+        self.scheduler = Scheduler(scenario.scheduler_config(scenario.role(name)), self.kv)
         self.device = FakeDevice(
             self.layout,
             config,
             self.sanitizer,
             acceptance=scenario.acceptance,
             seed=scenario.seed,
-            on_stale_draft=self.on_stale_draft,
+            on_stale_draft=world.stale_draft,
         )
-        self.leases = LeaseBook(duration=LEASE_TICKS)
+        self._make_driver(endpoint)
 
-    def _tiers(self) -> tuple[FakeTier, ...]:
+    def _make_driver(self, endpoint: str) -> None:
+        skew = int(SKEW_TICKS * chance(self.scenario.seed, "clock", self.engine))
+        clocks = {"clock": lambda: float(self.world.now), "time_of_day": lambda: float(self.world.now + skew)}
+        lender = Lender(
+            self.scheduler,
+            engine=self.engine,
+            key=CLUSTER_KEY,
+            limits=self.scenario.limits,
+            digest_slots=self._digest_held if self.scenario.compare_bytes else None,
+            on_ended=self.wake,
+            **clocks,
+        )
+        self.link = VirtualLink(self, self.world.network, lender.desk, endpoint)
+        tiers = TierLoads(self, self.counts, self.world.at)
+        self.driver = TransferDriver(
+            self.scheduler, self.link, lender, tiers=tiers, checks=ArrivalChecks(self), vocab_size=None, **clocks
+        )
+
+    def _tiers(self, remote: FakeTier | None) -> tuple[FakeTier, ...]:
         """Returns the tiers behind the device, the nearest first."""
         scenario, tiers = self.scenario, []
         if scenario.host_probability > 0:
@@ -143,18 +174,84 @@ class Worker:
             tiers.append(
                 FakeTier(HOST, self.layout, retention, probability=scenario.host_probability, capacity_pages=60)
             )
-        return (*tiers, self.remote_tier) if self.remote_tier is not None else tuple(tiers)
+        return (*tiers, remote) if remote is not None else tuple(tiers)
+
+    def wake(self) -> None:
+        self.world.wake(self)
+
+    @property
+    def stopped_for(self) -> int:
+        """Number of ticks until this worker goes on; 0 if it is not stopped."""
+        return max(0, self.stopped_until - self.world.now)
+
+    # ---- hand-offs ---------------------------------------------------------------------------------
+
+    def _digest_held(self, group: int, held: OfferedGroup, interval: Interval) -> bytes:
+        return self.digest(group, held.pages, interval)
+
+    def digest(self, group: int, pages: Sequence[int], interval: Interval) -> bytes:
+        memory, size = self.device.memory[self.layout.arena_of[group]], self.layout.groups[group].page_tokens
+        slots = [memory[pages[at // size]][at % size] for at in range(interval.start, interval.end)]
+        return blake2b(b"".join(slots), digest_size=16).digest()
+
+    def hand_over(self, sequence: str, token: int, binding: bytes) -> str | None:
+        request = self.device.requests[sequence]
+        return self.driver.hand_over(
+            sequence, binding=binding, first=FirstToken(token, request.seed, drafts=tuple(request.drafts))
+        )
+
+    def adopt(self, fetched: Fetched) -> None:
+        """Let the device start where the prefill worker's left off."""
+        request = self.device.requests.get(fetched.sequence)
+        record = self.scheduler.requests.get(fetched.sequence)
+        if fetched.offer is not None and request is not None and (record is None or record.spec.n == 1):
+            request.tokens.append(fetched.offer.first_token)
+            request.drafts = list(fetched.offer.drafts)
+            self.counts["drafts_carried"] += bool(request.drafts)
+
+    def lease_of(self, sequence: str) -> bytes:
+        """Returns the lease under which a sequence reads; empty if there is none."""
+        ticket = self.tickets.get(sequence)
+        return ticket.lease if ticket is not None else b""
+
+    def peer_cut_off(self, endpoint: str) -> None:
+        """Note that other hand-offs from a peer may fail, since a read that did not end made this worker fence it."""
+        for sequence, ticket in self.tickets.items():
+            if ticket.endpoint != endpoint:
+                continue
+            request = self.scheduler.requests.get(sequence)
+            if request is not None and request.state in (State.FETCHING, State.WAITING):
+                self.world.network.trouble(ticket.lease)
+            else:
+                self.world.network.trouble(ticket.lease, target=self.link.is_reading_target(sequence))
+
+    def holder(self, group: int, page: int) -> str:
+        """Returns the loading sequence that holds a page."""
+        for name, request in self.scheduler.roster.loading.items():
+            if page in request.kv.groups[group].pages:
+                return name
+        raise AssertionError(f"a read into page {page}, which no sequence waits for")
+
+    def is_loading(self, sequence: str) -> bool:
+        return sequence in self.scheduler.roster.loading
+
+    def is_running(self, sequence: str) -> bool:
+        """Whether a sequence has all that it starts from."""
+        request = self.scheduler.requests.get(sequence)
+        return request is not None and request.state in (State.PREFILLING, State.DECODING)
 
     # ---- the two halves of an iteration, with events in between ------------------------------------
 
     def plan(self) -> None:
         preemptions, loading = self.scheduler.num_preemptions, self.scheduler.num_loading
         self.flying.append(InFlight(self.scheduler.schedule()))
+        self.driver.start_loads()
         if loading:
             self.preemptions_while_loading += self.scheduler.num_preemptions - preemptions
 
-    def advance(self) -> tuple[list[Update], Abandoned | None]:
-        """Commit the step that has run, and run the one that is planned, or abandon it if it is interrupted."""
+    def advance(self) -> tuple[list[Update], list[str] | None]:
+        """Commit the step that has run, and run the one that is planned, or abandon it if it is interrupted. Returns
+        the sequences that this ended, or None if nothing was abandoned."""
         updates: list[Update] = []
         if self.flying[0].verdict is not None:
             updates = self.commit()
@@ -165,15 +262,16 @@ class Worker:
             flight.plan = self.scheduler.correct(flight.plan)
         if self.interruption != "before":
             flight.verdict = self.device.run(flight.plan)
-            self.on_plan(flight.plan, flight.verdict)
+            self.world.record(self, flight.plan, flight.verdict)
             self.steps += 1
         if self.interruption is None:
             return updates, None
         self.interruption = None
         del self.flying[0]
-        abandoned = self.scheduler.abandon(flight.plan)
+        self.world.interrupted(self)
+        ended = self.scheduler.abandon(flight.plan)
         self.sanitizer.check_conservation()
-        return updates, abandoned
+        return updates, ended
 
     def commit(self) -> list[Update]:
         flight = self.flying.pop(0)
@@ -188,8 +286,41 @@ class Worker:
             self.sanitizer.check_conservation()
         return updates
 
+    def forget_gone(self) -> None:
+        """Let the device and the checker forget sequences that the scheduler does not know any more."""
+        known = self.scheduler.requests
+        gone = [name for name in self.device.requests if name not in known]
+        if gone:
+            planned = {row.sequence_id for flight in self.flying for row in flight.plan.scheduled}
+            for name in gone:
+                if name not in planned:
+                    self.sanitizer.forget(name)
+                    del self.device.requests[name]
+
     def check_empty(self) -> int:
         """Returns the number of pages that are still held once all requests have ended and the cache is reset."""
         self.sanitizer.check_conservation()
         self.kv.reset_cache()
         return sum(arena.num_pages - 1 - arena.num_free for arena in self.kv.pool.arenas)
+
+
+class ArrivalChecks:
+    """What the driver tells a worker's checker: `transfer.records.TransferChecks`. The link has told the sanitizer
+    already which slots landed."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
+    def compares_bytes(self) -> bool:
+        return self._worker.scenario.compare_bytes
+
+    def digest(self, sequence: str, load: Load) -> bytes:
+        pages = self._worker.kv.sequences[sequence].groups[load.group].pages
+        return self._worker.digest(load.group, pages, load.interval)
+
+    def arrived(self, sequence: str, load: Load, runs: Sequence[SlotRun], sender: str) -> None:
+        self._worker.counts["interval_imported"] += 1
+
+    def differs(self, sequence: str, load: Load, sender: str) -> None:
+        self._worker.counts["damage_noticed"] += 1

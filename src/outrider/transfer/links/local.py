@@ -57,7 +57,11 @@ class LocalLink:
             memory = msgspec.msgpack.decode(introduction, type=MemoryMap)
         except msgspec.MsgspecError as error:
             raise TransferError(f"the introduction of {peer} makes no sense: {error}") from error
-        memory.check()
+        with _links_lock:
+            other = _links.get(peer)
+        # Copies are made without a system that would refuse wrong addresses.
+        if other is None or memory != other._memory:
+            raise TransferError(f"the introduction of {peer} is not that of an engine in this process")
         self._peers[peer] = memory
 
     def send(self, peer: str, message: Message) -> None:

@@ -4,6 +4,7 @@ an address belongs to."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
@@ -18,6 +19,7 @@ import msgspec
 from outrider.errors import ConfigError
 
 NONCE_BYTES = 32
+OTHER_CONTAINER = "the two run in different containers, which do not see each other's processes; share a PID namespace"
 _SIOCGIFCONF = 0x8912
 _INTERFACE_BYTES = 40
 """Size of a `struct ifreq` on 64-bit Linux: a name of 16 bytes, then a socket address."""
@@ -49,29 +51,48 @@ class ProbedMemory:
 
 def can_read_memory(probe: MemoryProbe) -> bool:
     """Whether this process may read the memory of the process that made the probe."""
-    if probe.boot != _boot_id() or not (0 < probe.process < 1 << 31) or not (0 < probe.address < 1 << 63):
-        return False
+    return memory_obstacle(probe) is None
+
+
+def memory_obstacle(probe: MemoryProbe) -> str | None:
+    """Returns why this process may not read the memory of the process that made the probe; None if it may."""
+    if probe.boot != _boot_id():
+        return "it runs on another machine"
+    if not (0 < probe.process < 1 << 31) or not (0 < probe.address < 1 << 63):
+        return "it names no place in memory"
     found = _read_process_memory(probe.process, probe.address, NONCE_BYTES)
-    return found is not None and _digest(found) == probe.digest
+    if isinstance(found, bytes):
+        # Another process may have its number here.
+        return None if _digest(found) == probe.digest else OTHER_CONTAINER
+    if found in (errno.ESRCH, errno.EFAULT):
+        return OTHER_CONTAINER
+    if found == errno.EPERM:
+        return (
+            "the system does not let this process read the memory of that one: run both as one user, and allow ptrace "
+            "(kernel.yama.ptrace_scope 0; in containers the capability SYS_PTRACE)"
+        )
+    return f"process_vm_readv fails: {os.strerror(found)}"
 
 
 class _IOVector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _read_process_memory(process: int, address: int, num_bytes: int) -> bytes | None:
-    """Returns bytes of another process; None if the kernel does not allow it or there is nothing at the address."""
+def _read_process_memory(process: int, address: int, num_bytes: int) -> bytes | int:
+    """Returns bytes of another process, or the number of the error that keeps this process from reading them."""
     try:
         call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except AttributeError:
-        return None
+        return errno.ENOSYS
     buffer = ctypes.create_string_buffer(num_bytes)
     here, there = _IOVector(ctypes.addressof(buffer), num_bytes), _IOVector(address, num_bytes)
     call.restype = ctypes.c_ssize_t
     vectors = ctypes.POINTER(_IOVector)
     call.argtypes = [ctypes.c_int, vectors, ctypes.c_ulong, vectors, ctypes.c_ulong, ctypes.c_ulong]
     done = call(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-    return buffer.raw if done == num_bytes else None
+    if done == num_bytes:
+        return buffer.raw
+    return ctypes.get_errno() if done < 0 else errno.EFAULT
 
 
 def _digest(nonce: bytes) -> bytes:

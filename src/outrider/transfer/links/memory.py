@@ -19,6 +19,8 @@ import numpy.typing as npt
 from outrider.errors import TransferError
 from outrider.kv.intervals import SlotRun
 
+ADDRESS_END = 1 << 63
+"""Beyond the memory of every process."""
 Addresses = npt.NDArray[np.uint64]
 
 
@@ -56,11 +58,20 @@ class MemoryMap(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forb
     groups: list[GroupMemory]
 
     def check(self) -> None:
-        """Refuse a peer's map that contradicts itself."""
-        for group in self.groups:
-            good = 0 <= group.arena < len(self.arenas) and min(group.planes, group.plane_bytes) > 0
-            if not good or group.planes * group.plane_bytes > self.arenas[group.arena].page_bytes:
-                raise TransferError("a peer describes its memory in a way that makes no sense; run the same version")
+        """Refuse a peer's map that contradicts itself, or whose addresses would overflow."""
+        if not all(map(_is_arena, self.arenas)) or not all(map(self._is_group, self.groups)):
+            raise TransferError("a peer describes its memory in a way that makes no sense; run the same version")
+
+    def _is_group(self, group: GroupMemory) -> bool:
+        if not 0 <= group.arena < len(self.arenas) or min(group.planes, group.page_tokens, group.plane_slot_bytes) <= 0:
+            return False
+        return group.planes * group.plane_bytes <= self.arenas[group.arena].page_bytes
+
+
+def _is_arena(arena: ArenaMemory) -> bool:
+    if arena.base <= 0 or arena.page_bytes <= 0 or arena.num_pages < 0:
+        return False
+    return arena.base + arena.total_bytes < ADDRESS_END
 
 
 class Spans(NamedTuple):
@@ -79,6 +90,8 @@ def spans(
     source: MemoryMap, source_group: int, destination: MemoryMap, destination_group: int, runs: Sequence[SlotRun]
 ) -> Spans:
     """Returns the bytes of these runs on both sides."""
+    if not 0 <= source_group < len(source.groups):
+        raise TransferError(f"the peer has no KV group {source_group}; run the same version on both workers")
     there, here = source.groups[source_group], destination.groups[destination_group]
     from_arena, to_arena = source.arenas[there.arena], destination.arenas[here.arena]
     if (there.planes, there.plane_slot_bytes) != (here.planes, here.plane_slot_bytes):

@@ -317,8 +317,6 @@ class NixlLink:
         peer = self._peers.get(name)
         if peer is None:
             raise TransferError(f"{name} has not been met")
-        if not 0 <= read.remote_group < len(peer.introduction.memory.groups):
-            raise TransferError(f"{name} has no KV group {read.remote_group}")
         copied = spans(peer.introduction.memory, read.remote_group, self._memory, read.group, read.runs)
         (peer.reads or self._connect(peer)).start(transfer, copied)
 

@@ -25,6 +25,7 @@ BACKEND = "UCX"
 MODULES = ("nixl_cu12._api", "nixl_cu13._api")
 """NIXL's packages, by the CUDA they are made for; either moves ordinary memory without CUDA. The package called nixl
 only chooses between them, and imports torch to do so."""
+UCX_LOGGING = {"UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr"}
 MISSING = (
     "kv_connector nixl needs NIXL: pip install 'outrider[pd]'; where PyTorch is in place already, "
     "pip install --no-deps nixl-cu12==1.5.1 adds nothing else"
@@ -35,18 +36,20 @@ MISSING = (
 def load_nixl() -> ModuleType:
     """Returns NIXL's module, with its plugins loaded. Raises ConfigError if it is not installed."""
     nixl = _imported()
-    # UCX reads this when it is loaded, with NIXL's first agent. It reports each request of a destroyed agent as a
-    # warning, thousands of lines for one fence.
-    log_level = os.environ.get("UCX_LOG_LEVEL")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    # UCX reads these when it is loaded, with NIXL's first agent. It reports each request of a destroyed agent as a
+    # warning, thousands of lines for one fence, and it writes to standard output, which belongs to the user.
+    before = {name: os.environ.get(name) for name in UCX_LOGGING}
+    for name, value in UCX_LOGGING.items():
+        os.environ.setdefault(name, value)
     try:
         # The first agent of a process takes about half a second, which would otherwise be that of the first request.
         Agent(nixl, "outrider first", device="lo", with_cma=False).destroy()
     except Exception as error:
         raise ConfigError(f"NIXL is installed, but cannot be used ({error}); {MISSING}") from error
     finally:
-        if log_level is None:
-            del os.environ["UCX_LOG_LEVEL"]
+        for name, value_before in before.items():
+            if value_before is None:
+                del os.environ[name]
     return nixl
 
 
