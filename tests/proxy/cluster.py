@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
+from tests.requirements import require
 from tests.server.running import RunningServer
 
 from outrider.tools.bench.server_process import ServerProcess
@@ -21,7 +21,7 @@ STORY = "The quick brown fox jumps over the lazy dog, and the dog dreams of a sl
 
 def start_worker(model: Path, key_file: Path, role: str, **settings: Any) -> RunningServer:
     """A worker that is starting."""
-    pytest.importorskip("nixl_cu12", reason="needs the extra 'pd'; scripts/setup installs it")
+    require("nixl", "nixl_cu12", "nixl_cu13")
     config = {"kv_connector": "nixl", "kv_role": role, "lease_s": 6, "answer_limit_s": 2, **settings}
     given = ("--served-model-name", "tiny", "--kv-transfer-config", json.dumps(config), "--cluster-key", f"@{key_file}")
     return RunningServer(model, *WORKER, *given)

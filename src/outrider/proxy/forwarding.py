@@ -140,6 +140,8 @@ class Forwarding:
             try:
                 async with asyncio.timeout(self._config.prefill_limit_s):
                     opened = await self._ask(worker, order)
+                    # A stream, which was not asked for, is not read.
+                    await opened.held.aclose()
             except (UpstreamError, TimeoutError) as problem:
                 self._failed(worker, str(problem) or f"no answer within {self._config.prefill_limit_s:g} s")
                 continue
