@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from outrider.errors import TransferError
 from outrider.kv.ledger import Load
 from outrider.scheduler import Scheduler, State
+from outrider.transfer.comparison import intervals_to_compare, take_back_what_differs
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
@@ -268,14 +269,9 @@ class TransferDriver:
         self._send_confirm(hand_off)
 
     def _send_confirm(self, hand_off: HandOff) -> None:
-        digests_of: list[tuple[int, int, int]] = []
-        if self.checks is not None and self.checks.compares_bytes:
-            # The peer may have been cut off meanwhile, and not be known any more.
-            digests_of = [
-                (hand_off.remote_groups[load.group], load.interval.start, load.interval.end) for load in hand_off.landed
-            ]
-        message = Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of)
-        self._link.send(hand_off.peer, message)
+        compares = self.checks is not None and self.checks.compares_bytes
+        digests_of = intervals_to_compare(hand_off) if compares else []
+        self._link.send(hand_off.peer, Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of))
 
     def _confirmed(self, hand_off: HandOff, message: Confirmed) -> None:
         if hand_off.phase is not Phase.CONFIRMING:
@@ -283,25 +279,8 @@ class TransferDriver:
         if not message.held:
             hand_off.reason = "the prefill worker's lease ended before everything had been read"
         elif self.checks is not None and self.checks.compares_bytes:
-            self._compare(hand_off, message.digests)
+            take_back_what_differs(hand_off, message.digests, self.checks)
         self._settle(hand_off, held=message.held)
-
-    def _compare(self, hand_off: HandOff, digests: Sequence[bytes]) -> None:
-        """Take back what did not arrive as it was sent."""
-        assert self.checks is not None and hand_off.offer is not None
-        if len(digests) != len(hand_off.landed):
-            hand_off.reason = "the prefill worker sent no digests of what it holds"
-            hand_off.failed, hand_off.landed = hand_off.failed + hand_off.landed, []
-            return
-        good = []
-        for place, load in enumerate(hand_off.landed):
-            if digests[place] == self.checks.digest(hand_off.sequence, load):
-                good.append(load)
-            else:
-                hand_off.failed.append(load)
-                hand_off.reason = "bytes that arrived are not those that the prefill worker holds"
-                self.checks.differs(hand_off.sequence, load, hand_off.offer.engine)
-        hand_off.landed = good
 
     def _settle(self, hand_off: HandOff, *, held: bool) -> None:
         """Import what has arrived and was confirmed; report the rest as failed."""
