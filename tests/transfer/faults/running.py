@@ -79,7 +79,12 @@ class Totals:
 
 
 if __name__ == "__main__":
-    import sys, tempfile, torch, traceback
+    import sys
+    import tempfile
+    import traceback
+
+    import torch
+
     torch.set_num_threads(1)
     sites = Sites(Path(tempfile.mkdtemp()))
     totals = Totals()
@@ -88,7 +93,8 @@ if __name__ == "__main__":
     began = time.monotonic()
     count = 0
     for case in cases(n):
-        if only not in str(case): continue
+        if only not in str(case):
+            continue
         t = time.monotonic()
         before = len(totals.failed)
         totals.run(case, sites)
