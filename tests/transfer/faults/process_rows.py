@@ -45,13 +45,7 @@ class Crew:
         page = SHAPE.p_page if role == "kv_producer" else SHAPE.d_page
         transfer = LIMITS | more.pop("transfer", {})
         made = WorkerProcess(
-            role,
-            self.directory,
-            windows=SHAPE.windows,
-            drafter=SHAPE.drafter,
-            block_size=page,
-            transfer=transfer,
-            **more,
+            role, self.directory, windows=SHAPE.windows, drafter=SHAPE.drafter, block_size=page, transfer=transfer, **more
         )
         self._all.append(made)
         return made
@@ -420,11 +414,7 @@ def cable() -> Iterator[str]:
         run_command("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
         run_command("ip", "addr", "add", f"{DECODE_ADDRESS}/30", "dev", near)
         run_command("ip", "link", "set", near, "up")
-        for words in (
-            ("addr", "add", f"{PREFILL_ADDRESS}/30", "dev", far),
-            ("link", "set", far, "up"),
-            ("link", "set", "lo", "up"),
-        ):
+        for words in (("addr", "add", f"{PREFILL_ADDRESS}/30", "dev", far), ("link", "set", far, "up"), ("link", "set", "lo", "up")):
             run_command("ip", "-n", name, *words)
         yield name
     finally:

@@ -79,12 +79,7 @@ class Totals:
 
 
 if __name__ == "__main__":
-    import sys
-    import tempfile
-    import traceback
-
-    import torch
-
+    import sys, tempfile, torch, traceback
     torch.set_num_threads(1)
     sites = Sites(Path(tempfile.mkdtemp()))
     totals = Totals()
@@ -93,8 +88,7 @@ if __name__ == "__main__":
     began = time.monotonic()
     count = 0
     for case in cases(n):
-        if only not in str(case):
-            continue
+        if only not in str(case): continue
         t = time.monotonic()
         before = len(totals.failed)
         totals.run(case, sites)

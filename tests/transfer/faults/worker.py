@@ -78,6 +78,7 @@ def serve(engine: Engine, hold: str, links: list[FaultyLink]) -> None:
             engine.tend()
 
 
+
 def say(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
