@@ -8,12 +8,6 @@ from outrider.transfer.hand_offs import HandOff
 from outrider.transfer.records import TransferChecks
 
 
-def intervals_to_compare(hand_off: HandOff) -> list[tuple[int, int, int]]:
-    """Returns what the prefill worker is asked to digest: (its number of the group, start, end) for each load. The peer
-    may have been cut off meanwhile, and not be known any more."""
-    return [(hand_off.remote_groups[load.group], load.interval.start, load.interval.end) for load in hand_off.landed]
-
-
 def take_back_what_differs(hand_off: HandOff, digests: Sequence[bytes], checks: TransferChecks) -> None:
     """Count loads whose bytes are not the sender's as failed. `digests`: the sender's, in the order of the loads."""
     assert hand_off.offer is not None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from outrider.errors import TransferError
 from outrider.kv.ledger import Load
 from outrider.scheduler import Scheduler, State
-from outrider.transfer.comparison import intervals_to_compare, take_back_what_differs
+from outrider.transfer.comparison import take_back_what_differs
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
@@ -57,7 +57,6 @@ class TransferDriver:
         self.checks = checks
         self._vocab_size = vocab_size
         self._scheduler = scheduler
-        self._kv = scheduler.kv
         self._layout = scheduler.kv.layout
         self._identity = scheduler.kv.config.identity
         self._signatures = signatures(self._layout, self._identity)
@@ -65,14 +64,13 @@ class TransferDriver:
         self._clock = clock
         self._time_of_day = time_of_day
         self._hand_offs = HandOffs()
-        self._quarantine = Quarantine(self._kv.restore_quarantined)
+        self._quarantine = Quarantine(scheduler.kv.restore_quarantined)
         self._peers = Peers(
             link,
             self._layout,
             self._identity,
             reader=self.engine,
-            answer_s=self.limits.answer_s,
-            renew_s=self.limits.renew_s,
+            limits=self.limits,
             counters=self.counters,
             clock=clock,
         )
@@ -270,7 +268,7 @@ class TransferDriver:
 
     def _send_confirm(self, hand_off: HandOff) -> None:
         compares = self.checks is not None and self.checks.compares_bytes
-        digests_of = intervals_to_compare(hand_off) if compares else []
+        digests_of = hand_off.landed_slots if compares else []
         self._link.send(hand_off.peer, Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of))
 
     def _confirmed(self, hand_off: HandOff, message: Confirmed) -> None:
@@ -461,10 +459,7 @@ class TransferDriver:
     def _renew(self, now_s: float) -> None:
         if now_s < self._renew_at_s:
             return
-        leases: dict[str, list[bytes]] = {}
-        for hand_off in self._hand_offs.current():
-            if hand_off.offer is not None:
-                leases.setdefault(hand_off.peer, []).append(hand_off.ticket.lease)
+        leases = self._hand_offs.leases()
         peers = [peer for peer in map(self._peers.get, leases) if peer is not None and peer.engine is not None]
         self._renew_at_s = now_s + min((peer.renew_s for peer in peers), default=self.limits.renew_s)
         for endpoint, names in leases.items():
@@ -473,9 +468,7 @@ class TransferDriver:
     @property
     def next_deadline_s(self) -> float | None:
         """When `advance` has something to do at the latest, by the driver's clock."""
-        times = self._hand_offs.deadlines_s
-        times += self._peers.deadlines_s
-        times += self._tier_loads.deadlines_s
+        times = [*self._hand_offs.deadlines_s, *self._peers.deadlines_s, *self._tier_loads.deadlines_s]
         if any(each.offer is not None for each in self._hand_offs.current()):
             times.append(self._renew_at_s)
         end_s = self.lender.leases.next_end_s
