@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -101,10 +102,11 @@ class FakeWorker:
         self.url = ""
         self._server: asyncio.Server | None = None
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.url = f"http://{host}:{port}"
+    async def start(self, secure: ssl.SSLContext | None = None) -> None:
+        if self._server is None:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=secure)
+            host, port = self._server.sockets[0].getsockname()
+            self.url = f"http://{host}:{port}" if secure is None else f"https://localhost:{port}"
 
     async def stop(self) -> None:
         """End listening: further connections are refused."""

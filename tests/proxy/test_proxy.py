@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -189,3 +193,31 @@ def test_a_drain_that_lasts_too_long_ends_streams_with_an_error() -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ProxyConfig(**{"prefill": ("http://p",), "decode": ("http://d",)} | settings)
+
+
+def test_workers_behind_tls_are_reached_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, which makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+        + ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    secure = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    secure.load_cert_chain(certificate, key)
+
+    async def scenario() -> tuple[int, str, str]:
+        d = FakeWorker(decode)
+        await d.start(secure)
+        async with running([FakeWorker(prefill)], [d]) as proxy:
+            worker = proxy.proxy.workers.decode[0]
+            return (await proxy.complete()).status_code, worker.state.name, worker.why
+
+    status, state, why = asyncio.run(scenario())
+    assert (status, state) == (503, "LOST")
+    assert "certificate" in why.lower(), "an unknown certificate was accepted"
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert asyncio.run(scenario())[:2] == (200, "READY")
