@@ -84,7 +84,13 @@ class EngineTransfers:
         self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
         checks = None if sanitizer is None else SlotChecks(sanitizer, scheduler, store, compare_bytes)
         self.driver = TransferDriver(
-            scheduler, self.link, lender, clock=time.monotonic, time_of_day=time.time, checks=checks, vocab_size=vocab_size
+            scheduler,
+            self.link,
+            lender,
+            clock=time.monotonic,
+            time_of_day=time.time,
+            checks=checks,
+            vocab_size=vocab_size,
         )
         self.recomputed_prompts = 0
         """Number of prompts that were computed here although a prefill worker had computed them."""

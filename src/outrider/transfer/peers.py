@@ -52,8 +52,8 @@ class Peers:
         counters: TransferCounters,
         clock: Callable[[], float],
     ) -> None:
-        """`reader`: the engine id of this worker. `answer_s`: how long a peer may take to answer. `renew_s`: how often leases
-        are prolonged, unless they are too short for that."""
+        """`reader`: the engine id of this worker. `answer_s`: how long a peer may take to answer. `renew_s`: how often
+        leases are prolonged, unless they are too short for that."""
         self._link = link
         self._layout = layout
         self._identity = identity

@@ -12,7 +12,6 @@ from outrider.transfer.link import Failed, Landed
 from outrider.transfer.messages import ScoredToken
 from outrider.transfer.offers import Offer
 
-
 RENEWALS_PER_LEASE = 6
 """How often a lease is prolonged before it would run out."""
 

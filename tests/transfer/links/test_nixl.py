@@ -245,7 +245,7 @@ def test_a_fenced_peer_is_read_again_once_it_was_met_again(prefiller: Prefiller)
 
 
 def test_bytes_land_after_a_fence_that_does_not_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why what arrives for reads that were given up is dropped. This fails if the test above could not see late bytes."""
+    """Why what arrives for reads that were given up is dropped. Fails if the test above could not see late bytes."""
     monkeypatch.setattr(PeerReads, "give_up", lambda _reads: None)
     destination = Pages(LARGE, 16, 0)
     with Prefiller(layout="large") as worker, reader(destination, transport="tcp") as link:

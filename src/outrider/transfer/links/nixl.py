@@ -7,10 +7,10 @@
 One thread owns all sockets and agents. It sleeps while nothing is in flight, and polls otherwise: NIXL has nothing to
 wait on, and a peer that reads over tcp needs this side to answer.
 
-Reads over tcp that are given up are not ended by destroying their agent: UCX aborts the process of a peer that answers a
-read on a connection that was closed meanwhile, as one does that was stopped and goes on. The agent is retired instead,
-together with the stage that its bytes arrive in: what still arrives is dropped there, and the agent is destroyed once
-nothing is in flight.
+Reads over tcp that are given up are not ended by destroying their agent: UCX aborts the process of a peer that answers
+a read on a connection that was closed meanwhile, as one does that was stopped and goes on. The agent is retired
+instead, together with the stage that its bytes arrive in: what still arrives is dropped there, and the agent is
+destroyed once nothing is in flight.
 
 Reads are not encrypted, and UCX does not know who
 connects: the address must belong to a private network.
