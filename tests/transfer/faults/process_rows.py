@@ -357,6 +357,8 @@ def disconnects_from_stopped(duel: Duel, phase: str) -> str:
 def far_decode(duel: Duel, phase: str) -> WorkerProcess:
     """Bring a request into a phase on a decode worker in another process."""
     worker = duel.crew.decode(duel.transport, duel.policy, "" if phase == "g" else phase)
+    # Before the lease begins: starting takes seconds.
+    assert worker.endpoint
     duel.hand_over()
     params = params_for(0, 180) if phase == "g" else duel.params
     worker.start(MAIN, duel.prompt, params, ticket=duel.ticket)
