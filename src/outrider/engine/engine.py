@@ -201,9 +201,9 @@ class Engine:
             opened = self.transfers.open_ticket(request_id, ticket)
             if declines and not self.transfers.computes_prompts:
                 raise RequestError(
-                    f"request {request_id!r}: prompt_logprobs needs the whole prompt computed, and this worker computes "
-                    "no prompts (kv_load_failure_policy fail); leave prompt_logprobs out, or send the request to a "
-                    "worker that computes prompts"
+                    f"request {request_id!r}: prompt_logprobs needs the whole prompt computed, and this worker "
+                    "computes no prompts (kv_load_failure_policy fail); leave prompt_logprobs out, or send the request "
+                    "to a worker that computes prompts"
                 )
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from outrider.errors import TransferError
 from outrider.kv.ledger import Load
 from outrider.scheduler import Scheduler, State
+from outrider.transfer.comparison import take_back_what_differs
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
@@ -56,7 +57,6 @@ class TransferDriver:
         self.checks = checks
         self._vocab_size = vocab_size
         self._scheduler = scheduler
-        self._kv = scheduler.kv
         self._layout = scheduler.kv.layout
         self._identity = scheduler.kv.config.identity
         self._signatures = signatures(self._layout, self._identity)
@@ -64,14 +64,13 @@ class TransferDriver:
         self._clock = clock
         self._time_of_day = time_of_day
         self._hand_offs = HandOffs()
-        self._quarantine = Quarantine(self._kv.restore_quarantined)
+        self._quarantine = Quarantine(scheduler.kv.restore_quarantined)
         self._peers = Peers(
             link,
             self._layout,
             self._identity,
             reader=self.engine,
-            answer_s=self.limits.answer_s,
-            renew_s=self.limits.renew_s,
+            limits=self.limits,
             counters=self.counters,
             clock=clock,
         )
@@ -268,14 +267,9 @@ class TransferDriver:
         self._send_confirm(hand_off)
 
     def _send_confirm(self, hand_off: HandOff) -> None:
-        digests_of: list[tuple[int, int, int]] = []
-        if self.checks is not None and self.checks.compares_bytes:
-            # The peer may have been cut off meanwhile, and not be known any more.
-            digests_of = [
-                (hand_off.remote_groups[load.group], load.interval.start, load.interval.end) for load in hand_off.landed
-            ]
-        message = Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of)
-        self._link.send(hand_off.peer, message)
+        compares = self.checks is not None and self.checks.compares_bytes
+        digests_of = hand_off.landed_slots if compares else []
+        self._link.send(hand_off.peer, Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of))
 
     def _confirmed(self, hand_off: HandOff, message: Confirmed) -> None:
         if hand_off.phase is not Phase.CONFIRMING:
@@ -283,25 +277,8 @@ class TransferDriver:
         if not message.held:
             hand_off.reason = "the prefill worker's lease ended before everything had been read"
         elif self.checks is not None and self.checks.compares_bytes:
-            self._compare(hand_off, message.digests)
+            take_back_what_differs(hand_off, message.digests, self.checks)
         self._settle(hand_off, held=message.held)
-
-    def _compare(self, hand_off: HandOff, digests: Sequence[bytes]) -> None:
-        """Take back what did not arrive as it was sent."""
-        assert self.checks is not None and hand_off.offer is not None
-        if len(digests) != len(hand_off.landed):
-            hand_off.reason = "the prefill worker sent no digests of what it holds"
-            hand_off.failed, hand_off.landed = hand_off.failed + hand_off.landed, []
-            return
-        good = []
-        for place, load in enumerate(hand_off.landed):
-            if digests[place] == self.checks.digest(hand_off.sequence, load):
-                good.append(load)
-            else:
-                hand_off.failed.append(load)
-                hand_off.reason = "bytes that arrived are not those that the prefill worker holds"
-                self.checks.differs(hand_off.sequence, load, hand_off.offer.engine)
-        hand_off.landed = good
 
     def _settle(self, hand_off: HandOff, *, held: bool) -> None:
         """Import what has arrived and was confirmed; report the rest as failed."""
@@ -482,10 +459,7 @@ class TransferDriver:
     def _renew(self, now_s: float) -> None:
         if now_s < self._renew_at_s:
             return
-        leases: dict[str, list[bytes]] = {}
-        for hand_off in self._hand_offs.current():
-            if hand_off.offer is not None:
-                leases.setdefault(hand_off.peer, []).append(hand_off.ticket.lease)
+        leases = self._hand_offs.leases()
         peers = [peer for peer in map(self._peers.get, leases) if peer is not None and peer.engine is not None]
         self._renew_at_s = now_s + min((peer.renew_s for peer in peers), default=self.limits.renew_s)
         for endpoint, names in leases.items():
@@ -494,9 +468,7 @@ class TransferDriver:
     @property
     def next_deadline_s(self) -> float | None:
         """When `advance` has something to do at the latest, by the driver's clock."""
-        times = self._hand_offs.deadlines_s
-        times += self._peers.deadlines_s
-        times += self._tier_loads.deadlines_s
+        times = [*self._hand_offs.deadlines_s, *self._peers.deadlines_s, *self._tier_loads.deadlines_s]
         if any(each.offer is not None for each in self._hand_offs.current()):
             times.append(self._renew_at_s)
         end_s = self.lender.leases.next_end_s

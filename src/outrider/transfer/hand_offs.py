@@ -70,6 +70,11 @@ class HandOff:
     def peer(self) -> str:
         return self.ticket.endpoint
 
+    @property
+    def landed_slots(self) -> list[tuple[int, int, int]]:
+        """(P's group number, start, end) of what has landed. The peer itself may be cut off and forgotten by now."""
+        return [(self.remote_groups[load.group], load.interval.start, load.interval.end) for load in self.landed]
+
     def without_address(self, reason: str) -> str:
         """Returns a reason as clients may read it."""
         return reason.replace(self.peer, "the prefill worker")
@@ -127,6 +132,14 @@ class HandOffs:
 
     def current(self) -> list[HandOff]:
         return list(self._by_sequence.values())
+
+    def leases(self) -> dict[str, list[bytes]]:
+        """Returns the leases that must not run out, by the peer that granted them."""
+        leases: dict[str, list[bytes]] = {}
+        for hand_off in self._by_sequence.values():
+            if hand_off.offer is not None:
+                leases.setdefault(hand_off.peer, []).append(hand_off.ticket.lease)
+        return leases
 
     def overdue(self, now_s: float) -> list[HandOff]:
         """Returns the hand-offs whose deadline has passed, with those that were given up and still have reads open."""

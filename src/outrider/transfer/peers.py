@@ -15,7 +15,7 @@ from outrider.kv.prefix import CacheIdentity
 from outrider.transfer.link import Link
 from outrider.transfer.messages import Hello, Welcome
 from outrider.transfer.offers import GroupSignature, layout_digest, shared_groups
-from outrider.transfer.records import RENEWALS_PER_LEASE, TransferCounters
+from outrider.transfer.records import RENEWALS_PER_LEASE, TransferCounters, TransferLimits
 
 RENEW_S_MIN = 0.02
 """The shortest time between two renewals, whatever a peer says of its leases."""
@@ -47,19 +47,16 @@ class Peers:
         identity: CacheIdentity,
         *,
         reader: str,
-        answer_s: float,
-        renew_s: float,
+        limits: TransferLimits,
         counters: TransferCounters,
         clock: Callable[[], float],
     ) -> None:
-        """`reader`: the engine id of this worker. `answer_s`: how long a peer may take to answer. `renew_s`: how often leases
-        are prolonged, unless they are too short for that."""
+        """`reader`: the engine id of this worker."""
         self._link = link
         self._layout = layout
         self._identity = identity
         self._reader = reader
-        self._answer_s = answer_s
-        self._renew_s = renew_s
+        self._limits = limits
         self._counters = counters
         self._clock = clock
         self._peers: dict[str, Peer] = {}
@@ -69,7 +66,7 @@ class Peers:
 
     def approach(self, endpoint: str) -> None:
         """Begin the handshake with a peer that is not known."""
-        self._peers[endpoint] = peer = Peer(endpoint, self._clock() + self._answer_s)
+        self._peers[endpoint] = peer = Peer(endpoint, self._clock() + self._limits.answer_s)
         self.greet(peer)
 
     def greet(self, peer: Peer) -> None:
@@ -91,7 +88,7 @@ class Peers:
             except TransferError:
                 self.forget(peer)
                 raise
-            peer.renew_s = max(RENEW_S_MIN, min(self._renew_s, message.lease_s / RENEWALS_PER_LEASE))
+            peer.renew_s = max(RENEW_S_MIN, min(self._limits.renew_s, message.lease_s / RENEWALS_PER_LEASE))
             peer.engine, peer.lacks_groups = message.engine, len(shared) < len(self._layout.groups)
         elif peer.engine != message.engine:
             # The peer was restarted: what is known of it belongs to the process that is gone.
@@ -124,7 +121,7 @@ class Peers:
             if peer.asked_again:
                 silent.append(peer)
             else:
-                peer.asked_again, peer.deadline_s = True, now_s + self._answer_s
+                peer.asked_again, peer.deadline_s = True, now_s + self._limits.answer_s
                 self.greet(peer)
         return silent
 

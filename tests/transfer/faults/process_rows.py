@@ -28,7 +28,6 @@ SEATS = 3
 SHAPE = Shape("none", "mixed", 8, 16)
 LIMITS = {"lease_s": LEASE_S, "answer_limit_s": ANSWER_S, "read_limit_s": READ_S}
 TRANSPORTS = ("cma", "tcp")
-DECODE_ADDRESS, PREFILL_ADDRESS = "10.213.77.1", "10.213.77.2"
 
 
 class Crew:
@@ -45,7 +44,13 @@ class Crew:
         page = SHAPE.p_page if role == "kv_producer" else SHAPE.d_page
         transfer = LIMITS | more.pop("transfer", {})
         made = WorkerProcess(
-            role, self.directory, windows=SHAPE.windows, drafter=SHAPE.drafter, block_size=page, transfer=transfer, **more
+            role,
+            self.directory,
+            windows=SHAPE.windows,
+            drafter=SHAPE.drafter,
+            block_size=page,
+            transfer=transfer,
+            **more,
         )
         self._all.append(made)
         return made
@@ -352,6 +357,8 @@ def disconnects_from_stopped(duel: Duel, phase: str) -> str:
 def far_decode(duel: Duel, phase: str) -> WorkerProcess:
     """Bring a request into a phase on a decode worker in another process."""
     worker = duel.crew.decode(duel.transport, duel.policy, "" if phase == "g" else phase)
+    # Before the lease begins: starting takes seconds.
+    assert worker.endpoint
     duel.hand_over()
     params = params_for(0, 180) if phase == "g" else duel.params
     worker.start(MAIN, duel.prompt, params, ticket=duel.ticket)
@@ -402,9 +409,12 @@ def run_command(*words: str) -> None:
 
 
 @contextmanager
-def cable() -> Iterator[str]:
-    """A network namespace behind a pair of virtual devices; yields its name. Raises OSError where it may not be made."""
-    name = f"outrider-{random.SystemRandom().randrange(1 << 32):08x}"
+def cable() -> Iterator[tuple[str, str, str]]:
+    """A network namespace behind a pair of virtual devices. Yields its name, and the addresses on this side and behind.
+    Raises OSError where it may not be made."""
+    number = random.SystemRandom().randrange(1 << 32)
+    name, subnet = f"outrider-{number:08x}", f"10.213.{number % 256}"
+    near_address, far_address = f"{subnet}.1", f"{subnet}.2"
     near, far = f"or{name[-8:]}a", f"or{name[-8:]}b"
     try:
         run_command("ip", "netns", "add", name)
@@ -412,11 +422,12 @@ def cable() -> Iterator[str]:
         raise OSError(f"this user may make no network namespace: {error}") from error
     try:
         run_command("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        run_command("ip", "addr", "add", f"{DECODE_ADDRESS}/30", "dev", near)
+        run_command("ip", "addr", "add", f"{near_address}/30", "dev", near)
         run_command("ip", "link", "set", near, "up")
-        for words in (("addr", "add", f"{PREFILL_ADDRESS}/30", "dev", far), ("link", "set", far, "up"), ("link", "set", "lo", "up")):
-            run_command("ip", "-n", name, *words)
-        yield name
+        run_command("ip", "-n", name, "addr", "add", f"{far_address}/30", "dev", far)
+        for device in (far, "lo"):
+            run_command("ip", "-n", name, "link", "set", device, "up")
+        yield name, near_address, far_address
     finally:
         subprocess.run(["ip", "link", "del", near], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -437,15 +448,15 @@ def network_interrupted(duel: Duel, phase: str) -> str:
 
 
 def _cut(duel: Duel, phase: str, *, for_good: bool) -> str:
-    with cable() as namespace:
-        duel.prefill = duel.crew.worker("kv_producer", namespace=namespace, transfer={"kv_ip": PREFILL_ADDRESS})
-        assert duel.p.endpoint.startswith(PREFILL_ADDRESS)
+    with cable() as (namespace, near_address, far_address):
+        duel.prefill = duel.crew.worker("kv_producer", namespace=namespace, transfer={"kv_ip": far_address})
+        assert duel.p.endpoint.startswith(far_address)
         # Bystanders come from this side of the cable.
         healthy = duel.crew.healthy
-        with duel.crew.worker("kv_producer", transfer={"kv_ip": DECODE_ADDRESS}) as near:
+        with duel.crew.worker("kv_producer", transfer={"kv_ip": near_address}) as near:
             duel.crew.healthy = near
             try:
-                duel.start_decode(kv_ip=DECODE_ADDRESS)
+                duel.start_decode(kv_ip=near_address)
                 duel.reach(phase)
             finally:
                 duel.crew.healthy = healthy

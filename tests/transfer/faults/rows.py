@@ -1,7 +1,7 @@
 """The failure table of prefill/decode disaggregation: each row as what happens to a world, phase by phase.
 
-The phases are: a, the prefill worker computes; b, its KV is held and unclaimed; c, the decode worker asks for it; d, the
-request is queued there; e, KV is read; f, it is confirmed; g, the request decodes.
+The phases are: a, the prefill worker computes; b, its KV is held and unclaimed; c, the decode worker asks for it; d,
+the request is queued there; e, KV is read; f, it is confirmed; g, the request decodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ from tests.transfer.workers import CLUSTER_KEY
 
 from outrider.errors import ConfigError, RequestError
 from outrider.transfer.link import GroupRead
-from outrider.transfer.messages import PROTOCOL, Confirm, Confirmed, Fetch, Hello, Message, Offered, Release, Renew, Welcome
+from outrider.transfer.messages import (
+    PROTOCOL,
+    Confirm,
+    Confirmed,
+    Fetch,
+    Hello,
+    Message,
+    Offered,
+    Release,
+    Renew,
+    Welcome,
+)
 from outrider.transfer.tickets import ClusterKey
 
 SHORT_LEASE_S = 0.3
@@ -405,7 +416,10 @@ def version_differs(world: World, phase: str) -> str:
     reach(world, "b")
     assert world.ticket is not None
     newer = type(KEY.open(world.ticket))(
-        **{name: getattr(KEY.open(world.ticket), name) for name in ("engine", "endpoint", "lease", "binding", "expires_s")},
+        **{
+            name: getattr(KEY.open(world.ticket), name)
+            for name in ("engine", "endpoint", "lease", "binding", "expires_s")
+        },
         version=PROTOCOL + 1,
     )
     world.submit(ticket=KEY.seal(newer))
@@ -531,4 +545,3 @@ row("running a step fails", "cdefg")(interrupted_step("run"))
 row("planning a step fails", "cdefg")(interrupted_step("schedule"))
 row("committing a step fails", "cdefg")(interrupted_step("commit"))
 row("handing a step out fails", "cdefg")(interrupted_step("after"))
-

@@ -78,7 +78,6 @@ def serve(engine: Engine, hold: str, links: list[FaultyLink]) -> None:
             engine.tend()
 
 
-
 def say(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 

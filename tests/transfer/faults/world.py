@@ -15,8 +15,8 @@ from tests.transfer.workers import ask, assert_nothing_left, make_model, make_wo
 
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput
-from outrider.engine.transfers import make_link
 from outrider.engine.ties import examine, first_difference
+from outrider.engine.transfers import make_link
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.scheduler import State
@@ -356,5 +356,3 @@ def interrupted(engine: Engine, where: str) -> Iterator[None]:
 
     with mock.patch.object(owner, name, once):
         yield
-
-

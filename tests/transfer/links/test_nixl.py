@@ -244,43 +244,40 @@ def test_a_fenced_peer_is_read_again_once_it_was_met_again(prefiller: Prefiller)
             assert collect(link, 1) == [Quiet(prefiller.endpoint)]
 
 
-def test_bytes_land_after_a_fence_that_only_releases_handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why a fence destroys the agent. This fails if the test above could not see bytes that land late."""
-    kept: list[PeerReads] = []
-    ended = threading.Event()
-
-    def release_only(reads: PeerReads) -> list[int]:
-        transfers = reads.open_transfers
-        for read in reads._reads:
-            for handle in read.handles:
-                try:
-                    handle.release()
-                except Exception:
-                    pass
-        reads._reads.clear()
-        kept.append(reads)
-        return transfers
-
-    def turn(link: NixlLink) -> None:
-        # Another read of the same peer would let the agent go on, as this does.
-        if kept and not ended.is_set():
-            kept[0]._agent.progress()
-        original(link)
-
-    original = NixlLink._turn
-    destroy = PeerReads.destroy
-    monkeypatch.setattr(PeerReads, "destroy", release_only)
-    monkeypatch.setattr(NixlLink, "_turn", turn)
-    monkeypatch.setattr(nixl_link, "IDLE_SLEEP_S", 0.001)
+def test_bytes_land_after_a_fence_that_does_not_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why what arrives for reads that were given up is dropped. Fails if the test above could not see late bytes."""
+    monkeypatch.setattr(PeerReads, "give_up", lambda _reads: None)
     destination = Pages(LARGE, 16, 0)
     with Prefiller(layout="large") as worker, reader(destination, transport="tcp") as link:
         stopped_read(link, worker, destination)
         link.fence(worker.endpoint)
         assert len(collect(link, 2)) == 2
         assert changed_bytes_after_continuing(worker, destination) > 0
-        ended.set()
-    monkeypatch.setattr(PeerReads, "destroy", destroy)
-    kept.pop().destroy()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_peer_survives_that_reads_from_it_are_given_up(stops: bool) -> None:
+    """UCX aborts a process that answers a read on a connection that was closed meanwhile."""
+    destination = Pages(LARGE, 16, 0)
+    with Prefiller(layout="large") as worker, reader(destination, transport="tcp") as link:
+        for _ in range(3):
+            stopped_read(link, worker, destination)
+            if not stops:
+                worker.signal(signal.SIGCONT)
+            link.fence(worker.endpoint)
+            collect(link, 2)
+            assert changed_bytes_after_continuing(worker, destination) == 0
+            end_s = time.monotonic() + 5
+            while link._retired and time.monotonic() < end_s:
+                time.sleep(0.05)
+            assert not link._retired
+            time.sleep(0.2)
+            assert worker.process.poll() is None, "the prefill worker was aborted"
+            destination.arenas[0][:] = 0
+        greet(link, worker.endpoint)
+        runs = shuffled_runs(Pages(LARGE, 16, 0), destination, Interval(0, 16), 1)
+        transfer = link.read(worker.endpoint, GroupRead(0, 0, runs))
+        assert collect(link, 1) == [Landed(transfer)]
 
 
 def test_an_agent_that_something_still_holds_is_no_fence(prefiller: Prefiller) -> None:

@@ -52,7 +52,8 @@ class HandOffChecks:
         if not reason or ticket is None:
             return
         self._counts["hand_off_incomplete"] += 1
-        if self._network.ought_to_succeed(ticket.lease, worker.engine, ticket.endpoint):
+        ought = self._network.ought_to_succeed(ticket.lease, worker.engine, ticket.endpoint)
+        if ought and sequence not in worker.excused:
             raise InvariantViolation("I10", f"the hand-off of {sequence} failed without need: {reason}")
 
     def row_ran(self, worker: Worker, row: ScheduledRequest) -> None:
@@ -65,7 +66,7 @@ class HandOffChecks:
         if all(group.window == 1 for group in self._scenario.target):
             return  # nothing needs to be sent, and the prompt is computed again
         ought = self._network.ought_to_succeed(ticket.lease, worker.engine, ticket.endpoint, target_only=True)
-        if request is None or request.preemptions or not ought:
+        if request is None or request.preemptions or not ought or name in worker.excused:
             return
         own_rows = 1 if request.spec.n > 1 else 0
         if row.start < request.prompt_len - own_rows:

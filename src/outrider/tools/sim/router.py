@@ -159,6 +159,8 @@ class Router:
             record = self._world.network.leases.get(ticket.lease)
             if record is not None and record.fetched_at is None:
                 record.fetched_at = self._world.now
+            else:
+                worker.excused.add(name)
             worker.tickets[name] = ticket
             worker.driver.fetch(name, ticket, binding=order.binding, takes_token=draw.n == 1)
         self._world.wake(worker)

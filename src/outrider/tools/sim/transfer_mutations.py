@@ -110,7 +110,7 @@ TRANSFER_MUTATIONS: tuple[Mutation, ...] = (
         name="digest_mismatch_ignored",
         invariant="I6",
         story="bytes that changed on their way are used",
-        where="outrider.transfer.driver:TransferDriver._compare",
+        where="outrider.transfer.driver:take_back_what_differs",
         change=patches.any_bytes_will_do,
         needs=needs("split", "transfer_faults", "compares_bytes"),
     ),

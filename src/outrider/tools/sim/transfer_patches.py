@@ -103,7 +103,7 @@ def reads_end_with_their_deadline(original: Any) -> Any:
 
 
 def any_bytes_will_do(original: Any) -> Any:
-    return lambda self, hand_off, digests: None
+    return lambda hand_off, digests, checks: None
 
 
 def all_or_nothing(original: Any) -> Any:
@@ -116,10 +116,10 @@ def all_or_nothing(original: Any) -> Any:
 def loading_pages_given_back_at_once(original: Any) -> Any:
     def abandon(self: Any, plan: Any) -> list[str]:
         ended = list(original(self, plan))
-        for sequence, pages in self._given_up:
+        for sequence, pages in self.roster.given_up:
             if sequence in ended:
                 self.kv.restore_quarantined(pages)
-        self._given_up = [each._replace(quarantined=[]) for each in self._given_up]
+        self.roster.given_up = [each._replace(quarantined=[]) for each in self.roster.given_up]
         return ended
 
     return abandon

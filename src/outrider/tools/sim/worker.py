@@ -129,6 +129,8 @@ class Worker:
         """The tick at which the world wakes this worker, if nothing does before."""
         self.tickets: dict[str, Ticket] = {}
         """What each sequence that starts from a peer's KV was asked for with."""
+        self.excused: set[str] = set()
+        """Sequences whose ticket was used before: the release of its first use may reach the prefill worker late."""
         self.started: set[str] = set()
         """Sequences that start from a peer's KV, and have had rows."""
         config = scenario.kv_config(self.layout, name)

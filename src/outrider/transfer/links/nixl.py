@@ -5,7 +5,14 @@
                                 └──────────── desk.answer ─────────────────┘
 
 One thread owns all sockets and agents. It sleeps while nothing is in flight, and polls otherwise: NIXL has nothing to
-wait on, and a peer that reads over tcp needs this side to answer. Reads are not encrypted, and UCX does not know who
+wait on, and a peer that reads over tcp needs this side to answer.
+
+Reads over tcp that are given up are not ended by destroying their agent: UCX aborts the process of a peer that answers
+a read on a connection that was closed meanwhile, as one does that was stopped and goes on. The agent is retired
+instead, together with the stage that its bytes arrive in: what still arrives is dropped there, and the agent is
+destroyed once nothing is in flight.
+
+Reads are not encrypted, and UCX does not know who
 connects: the address must belong to a private network.
 """
 
@@ -15,6 +22,7 @@ import itertools
 import logging
 import select
 import time
+from collections import deque
 from collections.abc import Callable
 from math import ceil
 from threading import Event as Flag
@@ -38,6 +46,13 @@ READING_SLEEP_S = 0.0001
 """Pause between two looks at reads in flight."""
 SERVING_SLEEP_S = 0.0002
 """Pause between two looks at the serving agent while peers are likely to read."""
+RETIRED_S = 600.0
+"""Longest time for which the agent of reads that were given up is kept, unless RETIRED_MAX others follow it."""
+RETIRED_SLEEP_S = 0.01
+"""Pause between two looks at reads that were given up."""
+RETIRED_MAX = 32
+DRAIN_S = 0.3
+"""Time in which reads may still end when the link is closed."""
 QUIET_SERVING_SLEEP_S = 0.002
 """Pause between two looks while a lease is claimed, but its reader has not been heard of for a while."""
 HEARD_S = 2.0
@@ -69,6 +84,14 @@ class _Peer:
         self.reads: PeerReads | None = None
 
 
+def _has_drained(reads: PeerReads) -> bool:
+    """Whether nothing of these reads is in flight any more, because all of it has arrived or the peer is gone."""
+    try:
+        return reads.drain()
+    except Exception:
+        return True
+
+
 class NixlLink:
     """See `transfer.link.Link`. Made and used by one thread, the engine's; only `introduction` is for any thread."""
 
@@ -97,6 +120,8 @@ class NixlLink:
         self._transfers = itertools.count(1)
         self._agents = itertools.count(1)
         self._peers: dict[str, _Peer] = {}
+        self._retired: deque[tuple[float, PeerReads]] = deque()
+        """Agents of reads that were given up, with the time at which each is destroyed."""
         self._chosen: dict[str, str] = {}
         self._serving: Agent | None = None
         self._heard_s = float("-inf")
@@ -259,6 +284,9 @@ class NixlLink:
                 moved |= self._advance(name, peer)
                 is_reading = True
         sleep_s = self._serve()
+        if self._retired:
+            self._destroy_retired(time.monotonic())
+            sleep_s = min(sleep_s, RETIRED_SLEEP_S)
         if not moved:
             self._sleep(min(sleep_s, READING_SLEEP_S) if is_reading else sleep_s)
 
@@ -331,16 +359,29 @@ class NixlLink:
         except Exception as error:
             reason = f"reading from {name} failed: {error}"
         # Outside the handler, because the error's traceback refers to handles, and each of them keeps the agent alive.
-        # Other chunks may still be on their way: only without the agent is it true that nothing is written any more.
+        # Other chunks may still be on their way: only when nothing calls the agent any more is nothing written.
         self._disconnect(peer, reason)
         return True
 
     def _disconnect(self, peer: _Peer, reason: str) -> None:
-        if peer.reads is not None:
-            failed = peer.reads.destroy()
-            peer.reads = None
-            for transfer in failed:
-                self._events.put(Failed(transfer, reason))
+        reads, peer.reads = peer.reads, None
+        if reads is None:
+            return
+        failed = reads.open_transfers
+        if reads.is_idle or not reads.is_staged:
+            reads.destroy()
+        else:
+            reads.give_up()
+            self._retired.append((time.monotonic() + RETIRED_S, reads))
+        for transfer in failed:
+            self._events.put(Failed(transfer, reason))
+
+    def _destroy_retired(self, now_s: float) -> None:
+        while self._retired and (self._retired[0][0] <= now_s or len(self._retired) > RETIRED_MAX):
+            self._retired.popleft()[1].destroy()
+        for item in [item for item in self._retired if _has_drained(item[1])]:
+            self._retired.remove(item)
+            item[1].destroy()
 
     def _drop(self, name: str, reason: str) -> None:
         peer = self._peers.get(name)
@@ -356,12 +397,22 @@ class NixlLink:
         self._drop(name, f"{name} was forgotten")
         self._control.forget(name)
 
+    def _drain(self) -> None:
+        """Let reads end that are in flight, so that no peer answers a connection that is closed."""
+        end_s = time.monotonic() + DRAIN_S
+        while self._retired and time.monotonic() < end_s:
+            self._destroy_retired(time.monotonic())
+            time.sleep(READING_SLEEP_S)
+
     def _shut(self) -> None:
         for name in list(self._peers):
+            self._drop(name, "the link has ended")
+        self._drain()
+        while self._retired:
             try:
-                self._drop(name, "the link has ended")
+                self._retired.popleft()[1].destroy()
             except Exception:
-                logger.exception("transfer link: reads from %s may go on", name)
+                logger.exception("transfer link: an agent does not end, and may go on reading")
         try:
             if self._serving is not None:
                 self._serving.destroy()
