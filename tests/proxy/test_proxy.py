@@ -16,7 +16,8 @@ from tests.proxy.fakes import Exchange, FakeWorker, decode, hang, prefill, runni
 
 from outrider.errors import ConfigError
 from outrider.proxy.config import ProxyConfig
-from outrider.proxy.workers import State
+from outrider.proxy.run import serve_proxy
+from outrider.proxy.workers import State, Worker
 
 EVENT = 'data: {"n":1}\n\n'
 
@@ -55,7 +56,8 @@ def test_its_own_routes() -> None:
             await proxy.complete()
             assert await proxy.metric("http_requests_total", handler="/v1/completions", status="200") == 1
             assert await proxy.metric("worker_ready") == 2
-            assert (await proxy.client.post("/admin/drain")).status_code == 404
+            for path in ("/admin/drain", "/%61dmin/drain"):
+                assert (await proxy.client.post(path)).status_code == 404
 
     asyncio.run(scenario())
 
@@ -116,6 +118,8 @@ def test_a_web_page_of_another_name_is_refused() -> None:
         ({"/kv_transfer": (200, '{"role":"kv_producer","x":1}')}, State.NOT_READY, "--prefill"),
         ({"/kv_transfer": (200, '{"role":"kv_both"}')}, State.READY, ""),
         ({"/kv_transfer": (404, '{"error":{"code":"kv_transfer_not_configured"}}')}, State.NOT_READY, "--cluster-key"),
+        ({"/kv_transfer": (200, "[" * 5000)}, State.READY, ""),
+        ({"/kv_transfer": (200, '{"role":' + "[" * 5000)}, State.READY, ""),
         ({"/ready": (503, "{}")}, State.NOT_READY, "503"),
         ({"/ready": (401, "{}"), "/kv_transfer": (401, "{}")}, State.READY, ""),
         ({"/ready": (404, "{}")}, State.READY, ""),
@@ -221,3 +225,18 @@ def test_workers_behind_tls_are_reached_and_checked(tmp_path: Path, monkeypatch:
     assert "certificate" in why.lower(), "an unknown certificate was accepted"
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert asyncio.run(scenario())[:2] == (200, "READY")
+
+
+def test_a_proxy_that_cannot_watch_its_workers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    async def look(worker: Worker, config: ProxyConfig) -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Worker, "look", look)
+    config = ProxyConfig(prefill=("http://127.0.0.1:1",), decode=("http://127.0.0.1:2",), port=0)
+    with pytest.raises(ExceptionGroup):
+        serve_proxy(config, lambda url, workers: None)

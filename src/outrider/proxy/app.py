@@ -161,7 +161,7 @@ class Jobs:
 
 
 async def _forward(proxy: Proxy, request: Request) -> Response:
-    path = request.url.path
+    path: str = request.scope["path"]
     if path.startswith(ADMIN_PREFIX):
         raise Problem(
             "the proxy has no admin routes, since they concern one worker; ask the worker itself",

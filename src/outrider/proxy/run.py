@@ -36,6 +36,12 @@ async def _run(config: ProxyConfig, announce: Announce, listener: socket.socket)
     await asyncio.gather(*(worker.look(config) for worker in proxy.workers.all))
     announce(url_of(listener), proxy.workers)
     watching = asyncio.create_task(proxy.workers.watch())
+
+    def end(task: asyncio.Task[None]) -> None:
+        # A proxy that does not see its workers any more must not go on; its exception is raised below.
+        server.should_exit = True
+
+    watching.add_done_callback(end)
     try:
         await server.serve(sockets=[listener])
     finally:

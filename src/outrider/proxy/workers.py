@@ -136,7 +136,7 @@ class Worker:
             return "it exchanges no KV with other workers; start it with --kv-transfer-config and --cluster-key"
         try:
             role = msgspec.json.decode(body, type=_Transfer).role if status == 200 else None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             role = None
         if role != WRONG_ROLES[self.role]:
             return None
