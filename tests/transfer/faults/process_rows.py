@@ -128,7 +128,9 @@ class Duel:
             handed = self.crew.healthy.run(name, prompt, params, hand_over=True)
             self.d.add_request(name, prompt, params, ticket=handed["ticket"])
             self.bystanders.append((self.d.output(name), prompt, params))
-        self.until(lambda: all(len(output.outputs[0].token_ids) > 1 for output, *_ in self.bystanders))
+        outputs = [output for output, *_ in self.bystanders]
+        self.until(lambda: all(output.finished or len(output.outputs[0].token_ids) > 1 for output in outputs))
+        assert all(output.error is None for output in outputs), [output.error for output in outputs]
 
     def hand_over(self) -> None:
         if self.prefill is None:
