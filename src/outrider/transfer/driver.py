@@ -25,23 +25,8 @@ from outrider.scheduler import Scheduler, State
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
-from outrider.transfer.messages import (
-    Confirm,
-    Confirmed,
-    Fetch,
-    Message,
-    Offered,
-    Refused,
-    Release,
-    Renew,
-    Welcome,
-)
-from outrider.transfer.offers import (
-    from_wire,
-    offered_intervals,
-    plan_pull,
-    signatures,
-)
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Message, Offered, Refused, Release, Renew, Welcome
+from outrider.transfer.offers import from_wire, offered_intervals, plan_pull, signatures
 from outrider.transfer.peers import Peer, Peers
 from outrider.transfer.quarantine import Quarantine
 from outrider.transfer.records import Fetched, FirstToken, Tiers, TransferChecks
