@@ -574,3 +574,31 @@ def test_machine_text_is_recognised(parts: tuple[str, str]) -> None:
 @pytest.mark.parametrize("text", ["the framework/root cause", "src/work/file", "a/rooted", "~/work"])
 def test_ordinary_text_is_no_machine_text(text: str) -> None:
     assert not MACHINE_TEXT.search(text)
+
+
+def test_what_workers_send_each_other_is_never_unpickled() -> None:
+    """NIXL's own parser of descriptors unpickles what it is given."""
+    for path in sorted((SRC / "outrider" / "transfer").rglob("*.py")):
+        found = deserialisers(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name}: {found}"
+
+
+def deserialisers(source: str) -> list[str]:
+    """Names of modules and functions that unpickle, wherever they are imported or called."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {(getattr(node, "module", None) or "").partition(".")[0]}
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+    return sorted(names & {*UNPICKLERS, "deserialize_descs", "get_serialized_descs", "recv_pyobj", "allow_pickle"})
+
+
+@pytest.mark.parametrize(
+    "source", ["import pickle", "from pickle import loads", "agent.deserialize_descs(frame)", "socket.recv_pyobj()"]
+)
+def test_the_rule_about_unpickling_fires(source: str) -> None:
+    assert deserialisers(source)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from threading import Lock
 
 from outrider.config import KVTransferConfig
 from outrider.errors import ConfigError, RequestError
@@ -99,6 +100,8 @@ class EngineTransfers:
         self._store = store
         self._scheduler = scheduler
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wake_lock = Lock()
+        self._is_open = True
         limits = TransferLimits(
             lease_s=config.lease_s,
             renew_s=config.lease_s / RENEWALS_PER_LEASE,
@@ -208,7 +211,9 @@ class EngineTransfers:
 
     def wake(self) -> None:
         """End a wait of the engine's thread. May be called on any thread."""
-        os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._is_open:
+                os.eventfd_write(self._wake, 1)
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -236,6 +241,10 @@ class EngineTransfers:
 
     def close(self) -> None:
         self.driver.close()
+        with self._wake_lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._wake)
 
 
 def settings_digest(params: SamplingParams) -> bytes:

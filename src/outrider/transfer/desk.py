@@ -90,10 +90,13 @@ class Desk:
         offer = self.leases.held(lease, reader)
         digests: list[bytes] = []
         if offer is not None and message.digests_of and self._digest_slots is not None:
+            # Each slot once: a question that repeats slots without end would keep this thread from all other peers.
+            slots_left = sum(held.interval.size for held in offer.groups.values())
             for group, start, end in message.digests_of:
                 held = offer.groups.get(self._signatures[group]) if 0 <= group < len(self._signatures) else None
                 interval = Interval(start, end)
-                if held is None or not held.interval.covers(interval) or start < 0:
+                slots_left -= interval.size
+                if held is None or not 0 <= start < end or not held.interval.covers(interval) or slots_left < 0:
                     return Confirmed(lease=lease, held=False)
                 digests.append(self._digest_slots(group, held, interval))
             # The pages may have been given back while they were read.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -128,7 +126,9 @@ class Duel:
             handed = self.crew.healthy.run(name, prompt, params, hand_over=True)
             self.d.add_request(name, prompt, params, ticket=handed["ticket"])
             self.bystanders.append((self.d.output(name), prompt, params))
-        self.until(lambda: all(len(output.outputs[0].token_ids) > 1 for output, *_ in self.bystanders))
+        outputs = [output for output, *_ in self.bystanders]
+        self.until(lambda: all(output.finished or len(output.outputs[0].token_ids) > 1 for output in outputs))
+        assert all(output.error is None for output in outputs), [output.error for output in outputs]
 
     def hand_over(self) -> None:
         if self.prefill is None:
@@ -398,86 +398,4 @@ def decode_stopped(duel: Duel, phase: str) -> str:
             duel.crew.site.check_text(duel.prompt, duel.params, answer["tokens"])
         worker.until_idle(5)
         worker.ask("check pages")
-    return "ended"
-
-
-# --- a network between them -----------------------------------------------------------------------------
-
-
-def run_command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=10)
-
-
-@contextmanager
-def cable() -> Iterator[tuple[str, str, str]]:
-    """A network namespace behind a pair of virtual devices. Yields its name, and the addresses on this side and behind.
-    Raises OSError where it may not be made."""
-    number = random.SystemRandom().randrange(1 << 32)
-    name, subnet = f"outrider-{number:08x}", f"10.213.{number % 256}"
-    near_address, far_address = f"{subnet}.1", f"{subnet}.2"
-    near, far = f"or{name[-8:]}a", f"or{name[-8:]}b"
-    try:
-        run_command("ip", "netns", "add", name)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise OSError(f"this user may make no network namespace: {error}") from error
-    try:
-        run_command("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        run_command("ip", "addr", "add", f"{near_address}/30", "dev", near)
-        run_command("ip", "link", "set", near, "up")
-        run_command("ip", "-n", name, "addr", "add", f"{far_address}/30", "dev", far)
-        for device in (far, "lo"):
-            run_command("ip", "-n", name, "link", "set", device, "up")
-        yield name, near_address, far_address
-    finally:
-        subprocess.run(["ip", "link", "del", near], capture_output=True, check=False)
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def far_device(namespace: str) -> str:
-    return f"or{namespace[-8:]}b"
-
-
-@row("the network between the workers is cut", "bcdefg", ("tcp",))
-def network_cut(duel: Duel, phase: str) -> str:
-    return _cut(duel, phase, for_good=True)
-
-
-@row("the network between the workers is cut for a while", "cdef", ("tcp",))
-def network_interrupted(duel: Duel, phase: str) -> str:
-    return _cut(duel, phase, for_good=False)
-
-
-def _cut(duel: Duel, phase: str, *, for_good: bool) -> str:
-    with cable() as (namespace, near_address, far_address):
-        duel.prefill = duel.crew.worker("kv_producer", namespace=namespace, transfer={"kv_ip": far_address})
-        assert duel.p.endpoint.startswith(far_address)
-        # Bystanders come from this side of the cable.
-        healthy = duel.crew.healthy
-        with duel.crew.worker("kv_producer", transfer={"kv_ip": near_address}) as near:
-            duel.crew.healthy = near
-            try:
-                duel.start_decode(kv_ip=near_address)
-                duel.reach(phase)
-            finally:
-                duel.crew.healthy = healthy
-            device = ("ip", "-n", namespace, "link", "set", far_device(namespace))
-            run_command(*device, "down")
-            if phase == "b":
-                duel.submit()
-            duel.link.open()
-            if for_good:
-                duel.finish()
-                # The prefill worker cannot be told; its lease ends.
-                duel.p.until_idle(LEASE_S + 2)
-            else:
-                end_s = time.monotonic() + 0.2
-                duel.until(lambda: time.monotonic() > end_s)
-                run_command(*device, "up")
-                duel.finish()
-            duel.check(unless_decoding(phase) if for_good else "either")
-            duel.d.close()
-            duel.engine = None
-            duel.output = None
-            duel.bystanders.clear()
-            duel.p.kill()
     return "ended"

@@ -217,7 +217,9 @@ def short_of_pages(world: World, phase: str) -> str:
     world.pass_time(0.05)
     waited = world.phase == "d"
     world.finish()
-    assert waited or world.site.shape.windows == "sliding", "the request found pages at once"
+    # Windows and large pages leave more room than this takes.
+    shape = world.site.shape
+    assert waited or shape.windows == "sliding" or shape.d_page > 16, "the request found pages at once"
     return "moved"
 
 

@@ -16,8 +16,10 @@ from unittest import mock
 import torch
 from tests.transfer.faults.faulty_link import FaultyLink, RealClock
 from tests.transfer.faults.world import phase_of
-from tests.transfer.workers import assert_nothing_left, make_model, make_worker, slots_of
+from tests.transfer.workers import assert_nothing_left, make_model, make_worker, slots_of, transfer_config
 
+from outrider.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
+from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.transfers import make_link
 from outrider.sampling import SamplingParams
@@ -43,12 +45,23 @@ def main() -> None:
 
 
 def start(given: dict[str, Any]) -> Engine:
-    return make_worker(
-        make_model(given.pop("windows")),
-        given.pop("drafter"),
-        Path(given.pop("directory")),
-        given.pop("role"),
-        **given,
+    role, windows = given.pop("role"), given.pop("windows")
+    if windows == DEFAULT_MODEL:
+        given.pop("directory")
+        return default_worker(given.pop("drafter"), role, **given)
+    return make_worker(make_model(windows), given.pop("drafter"), Path(given.pop("directory")), role, **given)
+
+
+def default_worker(method: str, role: str | None, *, transfer: dict[str, Any], **settings: Any) -> Engine:
+    """A worker with the default model and a drafter that is shipped for it."""
+    return build_engine(
+        EngineConfig(
+            num_threads=1,
+            kv_cache_memory_bytes=1 << 28,
+            speculative_config=SpeculativeConfig(method=method),
+            kv_transfer_config=None if role is None else transfer_config(role, **transfer),
+            **settings,
+        )
     )
 
 
