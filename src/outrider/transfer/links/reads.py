@@ -62,7 +62,7 @@ class _Read:
     transfer: int
     waiting: Iterator[Spans]
     chunks: list[_Chunk] = field(default_factory=list)
-    """Handles of the chunks in flight."""
+    """Parts of the read that are in flight."""
     is_posted: bool = False
     """Whether no chunk waits any more."""
 
