@@ -274,7 +274,40 @@ def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
     scenario = replace(scenario, faults=faults)
     if r.random() < 0.1:
         scenario = replace(scenario, host_probability=r.choice((0.5, 1.0)))
-    return waiting_for_pages(scenario, r) if r.random() < 0.25 else scenario
+    aim = r.random()
+    if aim < 0.08:
+        return leaving_while_loading(scenario, r)
+    return waiting_for_pages(scenario, r) if aim < 0.33 else scenario
+
+
+def leaving_while_loading(scenario: Scenario, random: Random) -> Scenario:
+    """Prompts that share most of a page with what their decode worker has cached, so that a page is copied while the
+    rest of it is read, and clients that leave just then."""
+    stem = max((request.prompt for request in scenario.requests), key=len)
+    requests = tuple(
+        replace(
+            request.with_prompt(stem[: max(1, len(stem) - random.randint(0, 5))] + (number % 11 + 1,)),
+            at=random.randint(0, 10) + 12 * number,
+            salt="",
+            adapter="",
+            media=(),
+            use_cache=True,
+        )
+        for number, request in enumerate(scenario.requests)
+    )
+    faults = tuple(FaultDraw(at=0, kind="abort", target=request.id, phase="reading") for request in requests[1:])
+    return replace(
+        scenario,
+        peers=tuple(peer for peer in scenario.peers if peer.role == "prefill"),
+        first_prefills=False,
+        prefix_caching=True,
+        step_in_flight=True,
+        arena_slack=4.0,
+        held_share=1.0,
+        message_faults=0.0,
+        requests=requests,
+        faults=faults,
+    )
 
 
 def _phase_faults(random: Random, count: int) -> list[tuple[str, str, str]]:
