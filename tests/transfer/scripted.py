@@ -41,6 +41,7 @@ class ScriptedLink:
     reads: dict[int, GroupRead] = field(default_factory=dict)
     """Reads that have not ended."""
     fenced: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
     started: int = 0
 
     def introduction(self) -> bytes:
@@ -65,7 +66,7 @@ class ScriptedLink:
         self.fenced.append(peer)
 
     def forget(self, peer: str) -> None:
-        pass
+        self.forgotten.append(peer)
 
     def fileno(self) -> int:
         raise AssertionError("nothing waits on a scripted link")

@@ -16,6 +16,7 @@ from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
 from outrider.transfer.link import Landed, Quiet, Received
 from outrider.transfer.messages import Confirm, Fetch, Hello, Release
+from outrider.transfer.peers import IDLE_PEER_S
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
 
@@ -209,6 +210,26 @@ def test_a_peer_of_other_weights_is_refused_before_anything_is_read() -> None:
     assert pair.decode.link.started == 0
     assert pair.decode.driver.counters.fetch_failures == 1
     pair.finish()
+
+
+def test_a_peer_that_is_not_used_any_more_is_forgotten_and_met_again() -> None:
+    pair = Pair()
+    pair.reading("a")
+    pair.finish("a")
+    pair.pass_time(IDLE_PEER_S - 1.0)
+    assert pair.decode.link.forgotten == []
+    pair.decode.kv.reset_cache()
+    # A hand-off that uses the peer keeps it, however long it takes to end.
+    pair.reading("b")
+    pair.pass_time(1.0)
+    assert pair.decode.link.forgotten == []
+    pair.finish("b")
+    pair.pass_time(IDLE_PEER_S)
+    assert pair.decode.link.forgotten == ["P"]
+    pair.decode.kv.reset_cache()
+    pair.reading("c")
+    pair.finish("c")
+    pair.assert_empty()
 
 
 class SlowTier:

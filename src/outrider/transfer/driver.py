@@ -118,6 +118,7 @@ class TransferDriver:
         self._link.send(ticket.endpoint, Release(lease=ticket.lease, reader=self.engine))
 
     def _ask(self, hand_off: HandOff, peer: Peer) -> None:
+        peer.used_s = self._clock()
         if peer.engine == hand_off.ticket.engine:
             self._link.send(peer.endpoint, Fetch(lease=hand_off.ticket.lease, reader=self.engine))
         else:
@@ -408,6 +409,7 @@ class TransferDriver:
                 # It was given up, but its pages cannot be given back before its reads have ended.
                 self._end_reads(hand_off)
         self._tier_loads.give_up_overdue(now_s)
+        self._peers.forget_idle(now_s, self._hand_offs.peers_in_use)
 
     def _too_late(self, hand_off: HandOff, now_s: float) -> None:
         peer = self._peers.get(hand_off.peer)

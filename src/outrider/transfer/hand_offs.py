@@ -130,6 +130,10 @@ class HandOffs:
     def of_peer(self, peer: str, phase: Phase) -> list[HandOff]:
         return [each for each in self._by_sequence.values() if each.peer == peer and each.phase is phase]
 
+    def peers_in_use(self) -> set[str]:
+        """Returns the endpoints of peers that hand-offs, or reads of hand-offs that were given up, still need."""
+        return {each.peer for each in (*self._by_sequence.values(), *self._by_read.values())}
+
     def current(self) -> list[HandOff]:
         return list(self._by_sequence.values())
 

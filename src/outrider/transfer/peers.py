@@ -6,7 +6,7 @@ approach ──Hello──▶ ... ──Welcome──▶ met ──cut_off──
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from outrider.errors import TransferError
@@ -17,6 +17,8 @@ from outrider.transfer.messages import Hello, Welcome
 from outrider.transfer.offers import GroupSignature, layout_digest, shared_groups
 from outrider.transfer.records import RENEWALS_PER_LEASE, TransferCounters, TransferLimits
 
+IDLE_PEER_S = 600.0
+"""Time after its last hand-off in which a peer stays connected. Workers that were replaced are forgotten after it."""
 RENEW_S_MIN = 0.02
 """The shortest time between two renewals, whatever a peer says of its leases."""
 
@@ -27,6 +29,8 @@ class Peer:
 
     endpoint: str
     deadline_s: float
+    used_s: float
+    """When a hand-off last asked it for KV."""
     asked_again: bool = False
     engine: str | None = None
     """None until the peer has said Welcome."""
@@ -66,7 +70,8 @@ class Peers:
 
     def approach(self, endpoint: str) -> None:
         """Begin the handshake with a peer that is not known."""
-        self._peers[endpoint] = peer = Peer(endpoint, self._clock() + self._limits.answer_s)
+        now_s = self._clock()
+        self._peers[endpoint] = peer = Peer(endpoint, now_s + self._limits.answer_s, now_s)
         self.greet(peer)
 
     def greet(self, peer: Peer) -> None:
@@ -124,6 +129,18 @@ class Peers:
                 peer.asked_again, peer.deadline_s = True, now_s + self._limits.answer_s
                 self.greet(peer)
         return silent
+
+    def forget_idle(self, now_s: float, in_use: Callable[[], Collection[str]]) -> None:
+        """Forget peers that no hand-off has used for long. `in_use` returns the endpoints that hand-offs refer to."""
+        idle = [
+            peer
+            for peer in self._peers.values()
+            if peer.engine is not None and not peer.fencing and now_s - peer.used_s >= IDLE_PEER_S
+        ]
+        used = in_use() if idle else ()
+        for peer in idle:
+            if peer.endpoint not in used:
+                self.forget(peer)
 
     @property
     def deadlines_s(self) -> list[float]:
