@@ -108,6 +108,18 @@ def test_a_text_that_differs_is_counted() -> None:
     assert case["contestants"]["outrider"]["at_a_proven_tie"] == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3, one in six"])
+def test_transformers_writes_for_prompts_of_different_lengths_what_it_writes_for_each_alone(
+    name: str, tmp_path: Path
+) -> None:
+    model = llama() if name == "llama" else load_model(str(save(reference_of(name), tmp_path)), dtype=torch.float32)
+    contestant = TransformersContestant("transformers", reference_model(model), 1)
+    prompts = [[5, 7, 11], list(range(1, 41)), [3] * 17]
+    together = contestant.run(prompts, 24)
+    assert together.tokens == [contestant.run([prompt], 24).tokens[0] for prompt in prompts]
+    assert len(together.steps_s) == 23
+
+
 def test_the_reference_of_a_model_with_windows_says_what_its_own_says(tmp_path: Path) -> None:
     own = reference_of("gemma3, one in six")
     reference = reference_model(load_model(str(save(own, tmp_path)), dtype=torch.float32))

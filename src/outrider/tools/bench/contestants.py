@@ -10,11 +10,16 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from outrider.backends.torch_threads import torch_threads
 from outrider.config import SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
+
+
+PADDING = 0
+"""Token id in front of shorter prompts; the attention mask hides it, so any id serves."""
 
 
 class Run(NamedTuple):
@@ -101,14 +106,12 @@ class TransformersContestant(Contestant):
         if self._lookup is not None:
             settings["prompt_lookup_num_tokens"] = self._lookup.num_speculative_tokens
             settings["max_matching_ngram_size"] = self._lookup.prompt_lookup_max
-        config = generation(pad_token_id=0, **settings)
-        ids = torch.tensor(prompts, device=self._reference.device)
+        config = generation(pad_token_id=PADDING, **settings)
+        ids, attended = left_padded(prompts, self._reference.device)
         clock = StepClock()
         with torch.inference_mode(), torch_threads(self._threads):
             started = perf_counter()
-            output = self._reference.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock
-            )
+            output = self._reference.generate(ids, attention_mask=attended, generation_config=config, streamer=clock)
             texts = output[:, ids.shape[1] :].tolist()
             seconds = perf_counter() - started
         # The first call hands over the prompt, the second the first token.
@@ -121,6 +124,17 @@ class TransformersContestant(Contestant):
             tokens_per_step=tokens / len(times),
             acceptance_length=None,
         )
+
+
+def left_padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the prompts as one batch that ends at the same column, and the mask of the tokens that are no padding.
+
+    Chats of one batch have different lengths, and Transformers continues every row from the last column.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
 
 
 class StepClock:
