@@ -15,7 +15,7 @@ from outrider.kv.intervals import pages_under
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.observer import Hit, KVObserver
 from outrider.kv.pages import NULL_PAGE
-from outrider.kv.plan import KVPlan, PageTables
+from outrider.kv.plan import BlockTableLists, KVPlan
 from outrider.scheduler import RequestSpec, ScheduledRequest, Scheduler, SchedulerConfig, StepPlan, Update, Verdict
 
 ARCHETYPES_WITH_KV = tuple(name for name, archetype in ARCHETYPES.items() if archetype.owns_kv)
@@ -93,11 +93,11 @@ def assert_at_rest(kv: KVManager) -> None:
 
 
 class Hand:
-    """Drives a KVManager without a scheduler: every plan is applied to page tables like a runner's."""
+    """Drives a KVManager without a scheduler: every plan is applied to block tables like a runner's."""
 
     def __init__(self, kv: KVManager) -> None:
         self.kv = kv
-        self.tables = PageTables(len(kv.layout.groups))
+        self.tables = BlockTableLists(len(kv.layout.groups))
         self._next_step = 0
         self._names = 0
 
@@ -254,7 +254,7 @@ class Engine:
         self._accepts = accepts
         self._proposes = proposes
         self._inspect = inspect
-        self._tables = PageTables(len(kv.layout.groups))
+        self._tables = BlockTableLists(len(kv.layout.groups))
         self._planned: StepPlan | None = None
 
     def add(self, id: str, prompt: Iterable[int], max_tokens: int = 8, n: int = 1, **more: Any) -> None:

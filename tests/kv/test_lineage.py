@@ -18,7 +18,7 @@ from tests.kv.fakes import (
     reference_text,
 )
 
-from outrider.kv import Interval, KVManager, PageTables
+from outrider.kv import BlockTableLists, Interval, KVManager
 from outrider.kv.intervals import SlotRun, page_count, pair
 from outrider.kv.ledger import Load
 from outrider.scheduler import Role
@@ -107,7 +107,7 @@ def test_l2_the_draft_group_holds_two_pages_after_the_first_schedule() -> None:
     assert sorted(held) == [0, 1]
     assert {position // 16 for position in range(16, 20)} <= held.keys()
     assert sorted(held_pages(engine.kv, sequence, 0)) == [0]
-    tables = PageTables(2)
+    tables = BlockTableLists(2)
     plan.kv.apply_to(tables)
     assert tables.table("a", 1) == list(held.values())
 

@@ -41,7 +41,13 @@ PRIVATE_NAMES = {
     "shares": "probabilities",
     "share_rows": "row_quota",
     "weighs": "probabilities",
+    "PageTable": "BlockTable",
+    "PageTables": "BlockTables",
+    "page_table": "block_table",
+    "page_tables": "block_tables",
 }
+# Prose has one word for a thing, too.
+PRIVATE_PHRASES = {"page table": "block table"}
 # Here a line is never one of a text, but would be a row of a block table. Kernels have cache lines.
 LINELESS = ("backends", "engine", "kv", "runner", "scheduler", "speculative")
 KERNELS = SOURCES / "backends" / "cpu" / "kernels"
@@ -90,7 +96,16 @@ def private_names(source: str) -> list[str]:
     ]
 
 
-RULES = (fragments, persons, private_names)
+def private_phrases(text: str) -> list[str]:
+    return [
+        f"{number}: a {phrase} is called {word} here"
+        for number, line in enumerate(text.lower().splitlines(), start=1)
+        for phrase, word in PRIVATE_PHRASES.items()
+        if phrase in line
+    ]
+
+
+RULES = (fragments, persons, private_names, private_phrases)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -102,6 +117,11 @@ def test_source_keeps(rule) -> None:  # type: ignore[no-untyped-def]
         for problem in rule(path.read_text(encoding="utf-8"))
     ]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+def test_documents_keep_to_one_word_for_a_thing(path: Path) -> None:
+    assert not private_phrases(path.read_text(encoding="utf-8"))
 
 
 def test_rows_of_block_tables_are_not_called_lines() -> None:
@@ -129,6 +149,7 @@ def test_rows_of_block_tables_are_not_called_lines() -> None:
         (persons, "raise ValueError('somebody else holds it')"),
         (private_names, "row.share = 1"),
         (private_names, "class Greatest: pass"),
+        (private_phrases, "# Page tables are arrays."),
     ],
 )
 def test_rule_reports(rule, source: str) -> None:  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.attention import AttentionLayer, AttentionMetadata, PagedKV
-from outrider.backends.batch import BatchBuilder, PageTables
+from outrider.backends.batch import BatchBuilder, BlockTableArrays
 from outrider.backends.drawing import DrawSettings
 from outrider.kv.layout import KVLayout
 from outrider.models.parameters import DecoderParameters, ExpertsMLP, Linear, Matrix
@@ -181,7 +181,7 @@ class Backend(ABC):
 
     # ---- batches and sampling ----------------------------------------------------------------------
 
-    def batch_builder(self, layout: KVLayout, tables: PageTables) -> BatchBuilder:
+    def batch_builder(self, layout: KVLayout, tables: BlockTableArrays) -> BatchBuilder:
         """Returns the builder that turns spans of requests into batches. A batch may be overwritten by the second batch
         of as many rows that is built after it."""
         return BatchBuilder(layout, tables, self.device)

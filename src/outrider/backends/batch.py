@@ -43,8 +43,8 @@ class Batch(NamedTuple):
     """The first row of each span: `query_start_loc` without its end, on the host."""
 
 
-class PageTables(Protocol):
-    """The block tables of all groups, which the runner maintains."""
+class BlockTableArrays(Protocol):
+    """The block tables of all groups as arrays, which the runner maintains."""
 
     @property
     def lows(self) -> npt.NDArray[np.int32]:
@@ -66,11 +66,11 @@ class PageTables(Protocol):
 class BatchBuilder:
     """Turns spans into batches. No Python runs per row: spans are joined, then everything is arithmetic on arrays."""
 
-    def __init__(self, layout: KVLayout, tables: PageTables, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, tables: BlockTableArrays, device: torch.device) -> None:
         self._layout = layout
         self._tables = tables
         self._device = device
-        self._reaches = [reach_of(spec.kind) for spec in layout.groups]
+        self._lookbacks = [lookback_of(spec.kind) for spec in layout.groups]
 
     def build(self, spans: Sequence[Span], groups: range) -> Batch:
         """Returns the rows of all spans, with the metadata of the groups in this range of the layout."""
@@ -108,12 +108,12 @@ class BatchBuilder:
         number, offset = np.divmod(positions, spec.page_tokens)
         # The null page is page 0: rows that are not kept write there.
         slot_mapping = np.where(kept, table[table_rows, number].astype(np.int64), 0) * spec.page_tokens + offset
-        reach = self._reaches[group]
-        first_keys = (positions if blocks is None else blocks.windows_at) - reach
+        lookback = self._lookbacks[group]
+        first_keys = (positions if blocks is None else blocks.windows_at) - lookback
         first_keys = np.maximum(first_keys, self._tables.lows[table_rows, group])
         stop_keys = positions + 1
         if blocks is not None and not spec.causal:
-            stop_keys = blocks.stop_keys(reach, positions)
+            stop_keys = blocks.stop_keys(lookback, positions)
         return AttentionMetadata(
             positions=shared.positions,
             slot_mapping=self._tensor(slot_mapping),
@@ -148,14 +148,14 @@ class _Blocks(NamedTuple):
     windows_at: Int64Array
     """The position that a row's window is measured from."""
 
-    def stop_keys(self, reach: int, positions: Int64Array) -> Int64Array:
+    def stop_keys(self, lookback: int, positions: Int64Array) -> Int64Array:
         stop_keys = np.maximum(positions + 1, self.sees_to)
-        if reach < FAR:
+        if lookback < FAR:
             # A window that moves with its row is as long ahead as it is behind.
-            stop_keys = np.where(self.anchored, stop_keys, np.minimum(stop_keys, positions + reach + 1))
+            stop_keys = np.where(self.anchored, stop_keys, np.minimum(stop_keys, positions + lookback + 1))
         return stop_keys
 
 
-def reach_of(kind: GroupKind) -> int:
+def lookback_of(kind: GroupKind) -> int:
     """Returns how many positions back a row reads in a group of this kind; FAR where it reads them all."""
     return FAR - kind.first_key(FAR)

@@ -5,12 +5,13 @@ from outrider.kv.groups import Full, GroupKind, Sliding, group_kind
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import Admission, KVManager
-from outrider.kv.plan import KVPlan, PageTables
+from outrider.kv.plan import BlockTableLists, KVPlan
 from outrider.kv.prefix import CacheIdentity
 
 __all__ = [
     "NO_DRAFTER",
     "Admission",
+    "BlockTableLists",
     "CacheIdentity",
     "Full",
     "GroupKind",
@@ -21,7 +22,6 @@ __all__ = [
     "KVLayout",
     "KVManager",
     "KVPlan",
-    "PageTables",
     "Proposing",
     "Sliding",
     "group_kind",

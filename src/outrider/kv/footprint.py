@@ -27,7 +27,7 @@ from outrider.kv.intervals import Interval
 @checked_fields()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
-    """Layers that share a page table: same owner, kind, reach and bytes per slot."""
+    """Layers that share a block table: same owner, kind, reach and bytes per slot."""
 
     name: str
     kind: GroupKind

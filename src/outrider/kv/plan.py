@@ -1,6 +1,6 @@
 """What one step must know about KV: frozen messages that hold only what changed.
 
-A runner keeps page tables of its own and applies each plan's changes to them, so the cost of a plan grows
+A runner keeps block tables of its own and applies each plan's changes to them, so the cost of a plan grows
 with what moved, not with how long the sequences are.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 
 class PageAssignment(NamedTuple):
-    """A change of a page table: from page number `first_page` on, it is exactly `pages`.
+    """A change of a block table: from page number `first_page` on, it is exactly `pages`.
 
     `low` is the first position that is valid: the first key that a reader may use.
     """
@@ -35,7 +35,7 @@ class PageCopy(NamedTuple):
 
 
 class TableReader(Protocol):
-    """Page tables as a reader sees them. Entries past a table's end may be missing or be the null page."""
+    """Block tables as a reader sees them. Entries past a table's end may be missing or be the null page."""
 
     def table(self, sequence: str, group: int) -> Sequence[int]:
         """Pages of a sequence in one group, by page number."""
@@ -45,7 +45,7 @@ class TableReader(Protocol):
 
 
 class TableWriter(Protocol):
-    """Page tables that a plan's changes are applied to."""
+    """Block tables that a plan's changes are applied to."""
 
     def drop(self, sequence: str) -> None:
         """Forget the tables of a sequence, if there are any."""
@@ -63,15 +63,15 @@ class KVPlan:
     """Sequences that have ended."""
 
     def apply_to(self, tables: TableWriter) -> None:
-        """Bring page tables up to date. Ids may be used again, so tables are dropped before any are assigned."""
+        """Bring block tables up to date. Ids may be used again, so tables are dropped before any are assigned."""
         for sequence in self.forgotten:
             tables.drop(sequence)
         for change in self.assignments:
             tables.assign(change)
 
 
-class PageTables:
-    """Page tables as plain lists, for runners without tensors."""
+class BlockTableLists:
+    """Block tables as plain lists of page ids, for runners without tensors."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups

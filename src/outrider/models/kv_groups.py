@@ -1,6 +1,6 @@
 """The KV groups of a decoder's layers, the sizes of their pages, and the place of each layer in its group.
 
-Layers of equal window share one page table. Where a decoder has several such groups, their pages are given equal
+Layers of equal window share one block table. Where a decoder has several such groups, their pages are given equal
 bytes by giving them different lengths, so that one arena serves all and no memory is set aside for either kind:
 
     15 layers with a window     page of 16 tokens      15 x 16 = 240 layer-slots

@@ -1,4 +1,4 @@
-"""What a step reads and writes, told to the sanitizer from the plan, the footprint and the runner's page tables.
+"""What a step reads and writes, told to the sanitizer from the plan, the footprint and the runner's block tables.
 
 Everything that runs steps calls this, on real memory or simulated. What a kernel really does is not seen here; level
 `bytes` covers that.
@@ -22,7 +22,7 @@ class StepWatch:
         self._tables = tables
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step whose changes the page tables already show."""
+        """Start a step whose changes the block tables already show."""
         self._steps.begin(plan.step)
         for copy in plan.kv.copies:
             self._steps.copied(copy)

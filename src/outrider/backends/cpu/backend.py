@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.backends import Progress, host_memory
 from outrider.backends.attention import AttentionLayer, AttentionMetadata, PagedKV
 from outrider.backends.base import Argmax, Backend, Body, Capability, EagerPass, Options, Pass, Result
-from outrider.backends.batch import BatchBuilder, PageTables
+from outrider.backends.batch import BatchBuilder, BlockTableArrays
 from outrider.backends.cpu.batches import CPUBatchBuilder
 from outrider.backends.cpu.memory import ScratchBuffer, zeros
 from outrider.backends.cpu.packed import PackedMatrix
@@ -360,7 +360,7 @@ class CPUBackend(Backend):
 
     # ---- batches and sampling ----------------------------------------------------------------------
 
-    def batch_builder(self, layout: KVLayout, tables: PageTables) -> BatchBuilder:
+    def batch_builder(self, layout: KVLayout, tables: BlockTableArrays) -> BatchBuilder:
         return CPUBatchBuilder(layout, tables)
 
     def argmax(self, logits: Tensor, *, probabilities: bool = False) -> Argmax:

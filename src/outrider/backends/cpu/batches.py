@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.attention import AttentionMetadata
-from outrider.backends.batch import FAR, Batch, BatchBuilder, PageTables, Span
+from outrider.backends.batch import FAR, Batch, BatchBuilder, BlockTableArrays, Span
 from outrider.kv.layout import KVLayout
 
 FEW_ROWS = 16
@@ -37,10 +37,11 @@ class _PersistentBatch:
 
 
 class CPUBatchBuilder(BatchBuilder):
-    def __init__(self, layout: KVLayout, tables: PageTables) -> None:
+    def __init__(self, layout: KVLayout, tables: BlockTableArrays) -> None:
         super().__init__(layout, tables, torch.device("cpu"))
         self._group_settings = [
-            (spec.page_tokens, reach, spec.causal) for spec, reach in zip(layout.groups, self._reaches, strict=True)
+            (spec.page_tokens, lookback, spec.causal)
+            for spec, lookback in zip(layout.groups, self._lookbacks, strict=True)
         ]
         self._persistent: dict[tuple[int, int], tuple[_PersistentBatch, _PersistentBatch]] = {}
         """The two batches that take turns, by first group and number of rows. The one to be used next comes first."""
@@ -58,18 +59,18 @@ class CPUBatchBuilder(BatchBuilder):
         numbers = [*token_ids, *positions, *[table_row] * count]
         tables, settings = self._tables, self._group_settings
         for group in groups:
-            page_tokens, reach, causal = settings[group]
+            page_tokens, lookback, causal = settings[group]
             low = tables.low(group, table_row)
-            nearest = start - reach
-            if anchored or (low >= end - 1 - reach):
+            nearest = start - lookback
+            if anchored or (low >= end - 1 - lookback):
                 first_keys = [low if low > nearest else nearest] * count
             else:
-                first_keys = [max(low, p - reach) for p in positions]
+                first_keys = [max(low, p - lookback) for p in positions]
             stop_keys: Sequence[int] = range(start + 1, end + 1)
             if sees_to and not causal:
                 stop_keys = [max(stop, sees_to) for stop in stop_keys]
-                if reach < FAR and not anchored:
-                    stop_keys = [min(stop, p + reach + 1) for stop, p in zip(stop_keys, positions, strict=True)]
+                if lookback < FAR and not anchored:
+                    stop_keys = [min(stop, p + lookback + 1) for stop, p in zip(stop_keys, positions, strict=True)]
             first_page = start // page_tokens
             pages = tables.pages(group, table_row, first_page, (end - 1) // page_tokens + 1)
             if kept_from <= start and len(pages) == 1:

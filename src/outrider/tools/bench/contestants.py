@@ -17,7 +17,6 @@ from outrider.config import SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
 
-
 PADDING = 0
 """Token id in front of shorter prompts; the attention mask hides it, so any id serves."""
 

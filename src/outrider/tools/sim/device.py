@@ -12,7 +12,7 @@ from outrider.kv.footprint import Proposing
 from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.pages import NULL_PAGE
-from outrider.kv.plan import PageTables
+from outrider.kv.plan import BlockTableLists
 from outrider.kv.prefix import Media
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.watch import StepWatch
@@ -55,7 +55,7 @@ class FakeDevice:
         for arena, count in enumerate(config.arena_pages):
             self.memory.append([[EMPTY_SLOT] * slots[arena] for _ in range(count)])
         self._sanitizer = sanitizer
-        self.tables = PageTables(len(layout.groups))
+        self.tables = BlockTableLists(len(layout.groups))
         self._watch = StepWatch(layout, sanitizer, self.tables)
         self._acceptance = acceptance
         self._seed = seed

@@ -1,7 +1,7 @@
 """The fake model, and the oracle that knows the right answer.
 
 Every slot holds eight bytes, a hash of what a real slot would depend on. The device computes from bytes
-it gathers through page tables; the oracle computes the same functions densely, from a token list, with no
+it gathers through block tables; the oracle computes the same functions densely, from a token list, with no
 pages at all. A wrong slot therefore gives a wrong token, and goes on giving wrong ones.
 
     input(p)    = token p, or at media positions what is shown there

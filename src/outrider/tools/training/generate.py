@@ -163,9 +163,9 @@ class Lockstep:
             tokens=self.tokens[:, : self.length].cpu().numpy(), roles=self.roles[:, : self.length].cpu().numpy()
         )
 
-    def _replay(self, reach: int) -> None:
+    def _replay(self, num_keys: int) -> None:
         if not self.tokens.is_cuda:
-            self._step(reach)
+            self._step(num_keys)
             return
         if self._graph is None:
             self._graph = self._capture()
@@ -192,15 +192,15 @@ class Lockstep:
         restore()
         return graph
 
-    def _step(self, reach: int) -> None:
+    def _step(self, num_keys: int) -> None:
         """Reads the token at `position` and decides the next one."""
         at = self.position.view(1, 1).expand(self.streams, 1)
-        logits = self._logits(self.tokens.gather(1, at)[:, 0], reach)
+        logits = self._logits(self.tokens.gather(1, at)[:, 0], num_keys)
         sampled = self._sample(logits)
         self._place(sampled)
         self.position += 1
 
-    def _logits(self, tokens: Tensor, reach: int) -> Tensor:
+    def _logits(self, tokens: Tensor, num_keys: int) -> Tensor:
         target, spec = self.target, self.target.spec
         x = target.embed(tokens)
         rows = {rope: table.index_select(0, self.position.view(1)) for rope, table in self._tables.items()}
@@ -210,11 +210,11 @@ class Lockstep:
             q, k, v = self._before(x[:, None], weights, rows[layer.rope], spec)
             # Query heads that share a key head become its rows.
             grouped = q.view(self.streams, spec.kv_heads, -1, spec.head_dim) * spec.score_scale
-            attended = self._attend(grouped, k[:, 0], v[:, 0], self.kv[number], reach)
+            attended = self._attend(grouped, k[:, 0], v[:, 0], self.kv[number], num_keys)
             x = self._after(x, attended.flatten(1), weights, spec)
         return wide_logits(REFERENCE.norm(x, target.parameters.final_norm, spec.norm_eps), target.head)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, reach: int) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, num_keys: int) -> Tensor:
         keys, values = kv.unbind()
         if self.fused:
             # Imported where it is used: machines without a GPU need not have Triton.
@@ -224,7 +224,7 @@ class Lockstep:
         place = self.position.view(1)
         keys.index_copy_(2, place, k[:, :, None])
         values.index_copy_(2, place, v[:, :, None])
-        return attend_one(q, keys, values, self.position, reach)
+        return attend_one(q, keys, values, self.position, num_keys)
 
     def _sample(self, logits: Tensor) -> Tensor:
         """Samples a token per row: greedy at temperature 0, otherwise by Gumbel noise."""
@@ -271,12 +271,13 @@ class Lockstep:
         self.mode.copy_(mode)
 
 
-def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, reach: int) -> Tensor:
-    """Attends from q, [streams, key heads, rows, head_dim], to the keys up to `position`, which is less than `reach`.
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, num_keys: int) -> Tensor:
+    """Attends from q, [streams, key heads, rows, head_dim], to the keys up to `position`.
 
-    `q` is scaled; keys and values: [streams, key heads, length, head_dim].
+    `q` is scaled; keys and values: [streams, key heads, length, head_dim]. Only the first `num_keys` are looked at,
+    which must be more than `position`.
     """
-    unseen = torch.arange(reach, device=q.device) > position
-    scores = q @ keys[:, :, :reach].mT
+    unseen = torch.arange(num_keys, device=q.device) > position
+    scores = q @ keys[:, :, :num_keys].mT
     weights = torch.softmax(scores.float().masked_fill(unseen, float("-inf")), dim=-1)
-    return weights.to(q.dtype) @ values[:, :, :reach]
+    return weights.to(q.dtype) @ values[:, :, :num_keys]

@@ -108,10 +108,11 @@ class DraftNetwork(nn.Module, ABC):
     rotary: Tensor
     norm: RMSNorm
 
-    def __init__(self, spec: DecoderSpec, shape: NetworkShape, *, length: int, reach: int) -> None:
+    def __init__(self, spec: DecoderSpec, shape: NetworkShape, *, length: int, positions_past_end: int) -> None:
         super().__init__()
         self.shape = shape
-        table = rotary_table(first_rope(spec), length + reach, dtype=torch.float32, device=torch.device("cpu"))
+        positions = length + positions_past_end
+        table = rotary_table(first_rope(spec), positions, dtype=torch.float32, device=torch.device("cpu"))
         self.register_buffer("rotary", table, persistent=False)
 
     @abstractmethod
@@ -169,7 +170,7 @@ class DFlashNetwork(DraftNetwork):
         self, spec: DecoderSpec, shape: NetworkShape, *, length: int, block_size: int, mask_row: Tensor
     ) -> None:
         """`mask_row` is the mask token, embedded by the target."""
-        super().__init__(spec, shape, length=length, reach=block_size)
+        super().__init__(spec, shape, length=length, positions_past_end=block_size)
         self.register_buffer("mask_row", mask_row, persistent=False)
         self.k = block_size - 1
         self.block_size = block_size
@@ -223,7 +224,7 @@ class Eagle3Network(DraftNetwork):
     """
 
     def __init__(self, spec: DecoderSpec, shape: NetworkShape, *, length: int, steps: int) -> None:
-        super().__init__(spec, shape, length=length, reach=steps)
+        super().__init__(spec, shape, length=length, positions_past_end=steps)
         self.k = steps
         self.block_size = None
         self.scale = shape.head_dim**-0.5
