@@ -16,7 +16,7 @@ from outrider.proxy.workers import State, Workers
         (("--decode", "http://d"), "at least one prefill worker; give its URL with --prefill"),
         (("--prefill", "http://p"), "at least one decode worker; give its URL with --decode"),
         (("--prefill", "p:8000", "--decode", "http://d"), "--prefill takes the URL of a worker"),
-        (("--prefill", "http://p/v1", "--decode", "http://d"), "leave out what follows the port"),
+        (("--prefill", "http://p/v1", "--decode", "http://d"), "without anything after the port"),
         (("--prefill", "http://p", "--decode", "http://d", "--port", "99999"), "port must be at most 65535"),
         (("--prefill", "http://p", "--decode", "http://d", "--request-limit", "0"), "above 0"),
         (("--prefill", "http://p", "--decode", "http://d", "--host", "no such host"), "--host takes an address"),

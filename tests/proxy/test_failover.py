@@ -114,6 +114,62 @@ def test_a_decode_worker_that_computes_no_prompts_and_no_prefill_worker_make_a_5
     assert "no prefill worker" in answer.json()["error"]["message"]
 
 
+REFUSED = '{"error":{"message":"the prompt is too long","code":"context_length_exceeded"}}'
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_a_client_learns_why_a_prefill_worker_refused_its_request(status: int) -> None:
+    """A decode worker that computes no prompts does not look at a request without KV, so it cannot say what is wrong
+    with it."""
+
+    async def wrong(exchange: Exchange) -> None:
+        await exchange.answer(REFUSED, status=status)
+
+    async def picky(exchange: Exchange) -> None:
+        await exchange.answer('{"error":{"message":"no KV","code":"kv_transfer_missing"}}', status=400)
+
+    async def scenario() -> None:
+        p, d = [FakeWorker(wrong) for _ in range(3)], [FakeWorker(picky) for _ in range(3)]
+        async with running(p, d) as proxy:
+            answer = await proxy.complete()
+            assert (answer.status_code, answer.text) == (status, REFUSED)
+            assert (asked(p), asked(d)) == (1, 1)
+            assert await proxy.metric("worker_failures_total") == 0
+            assert await proxy.metric("hand_offs_total", outcome="refused") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_was_refused_is_not_handed_over_again() -> None:
+    async def wrong(exchange: Exchange) -> None:
+        await exchange.answer(REFUSED, status=400)
+
+    async def scenario() -> None:
+        p, d = [FakeWorker(wrong) for _ in range(3)], [FakeWorker(each) for each in (close, close, decode)]
+        async with running(p, d) as proxy:
+            # A prompt that is too long for the prefill worker, for example, but not for the decode worker.
+            for _ in range(3):
+                assert (await proxy.complete()).status_code == 200
+            assert asked(d) > 3
+            assert asked(p) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_worker_that_took_too_long_is_replaced() -> None:
+    async def late(exchange: Exchange) -> None:
+        await exchange.answer('{"error":{"message":"too slow","code":"timeout"}}', status=504)
+
+    async def scenario() -> None:
+        p, d = [FakeWorker(late), FakeWorker(prefill)], FakeWorker(decode)
+        async with running(p, [d]) as proxy:
+            for _ in range(2):
+                assert (await proxy.complete()).status_code == 200
+            assert all("kv_transfer_params" in sent.json for sent in d.requests)
+
+    asyncio.run(scenario())
+
+
 def test_a_decode_worker_that_cannot_be_reached_costs_no_second_hand_off() -> None:
     async def scenario() -> None:
         p, gone, good = FakeWorker(prefill), FakeWorker(decode), FakeWorker(decode)

@@ -105,16 +105,63 @@ def test_a_prefill_worker_that_hands_nothing_over_is_no_obstacle() -> None:
     assert asyncio.run(scenario()) == (200, {"prompt": "Once upon a time"}, 1)
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"prompt": NaN}', b"[" * 9000])
-def test_a_body_that_is_no_object_is_left_to_the_decode_worker(body: bytes) -> None:
-    _answer, p, d, _proxy = asyncio.run(ask("/v1/completions", body))
-    assert (len(p.requests), d.requests[0].body) == (0, body)
+BAD_BODIES = (
+    b"",
+    b"[1]",
+    b"null",
+    b'"x"',
+    b"{",
+    b"{} {}",
+    b'{"prompt": "x",}',
+    b'{"prompt": NaN}',
+    b"[" * 9000,
+    b'{"prompt": ' + b"[" * 9000 + b"}",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "x", "echo": "\xff"}',
+    b'{"prompt": "x", "\xff": 1}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "user": "\\ud800"}',
+    b'{"prompt": "x", "min_tokens": 1e999}',
+    b'\xef\xbb\xbf{"prompt": "x"}',
+    '{"prompt": "x"}'.encode("utf-16"),
+)
+
+
+@pytest.mark.parametrize("body", BAD_BODIES)
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_body_that_is_no_object_is_left_to_the_decode_worker(path: str, body: bytes) -> None:
+    answer, p, d, _proxy = asyncio.run(ask(path, body, prompt_characters_min=1))
+    assert (answer.status_code, len(p.requests), d.requests[0].body) == (200, 0, body)
 
 
 def test_clients_may_not_speak_about_kv() -> None:
     body = b'{"prompt":"x","kv_transfer_params":{"do_remote_prefill":true,"ticket":"mine"}}'
     answer, p, d, _proxy = asyncio.run(ask("/v1/completions", body))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")
+    assert not p.requests + d.requests
+
+
+@pytest.mark.parametrize(
+    "path", ["/admin/cache/reset", "/%61dmin/x", "//admin/x", "/v1/../admin/x", "/./admin/x", "/v1//..//admin//x"]
+)
+def test_admin_routes_of_workers_are_not_reached(path: str) -> None:
+    """Nor are they in writings that a server in front of a worker would resolve."""
+
+    async def scenario() -> tuple[bytes, FakeWorker, FakeWorker]:
+        p, d = FakeWorker(prefill), FakeWorker(decode)
+        async with running([p], [d]) as proxy:
+            url = proxy.client.base_url
+            # A client of our own, since others resolve such paths by themselves.
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode())
+            answer = await reader.read()
+            writer.close()
+            return answer, p, d
+
+    answer, p, d = asyncio.run(scenario())
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"no admin routes" in answer
     assert not p.requests + d.requests
 
 

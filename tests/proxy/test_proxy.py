@@ -185,9 +185,11 @@ def test_a_drain_that_lasts_too_long_ends_streams_with_an_error() -> None:
         ({"decode": ("localhost:8000",)}, "takes the URL of a worker"),
         ({"decode": ("http://:8000",)}, "takes the URL of a worker"),
         ({"decode": ("http://d:99999",)}, "takes the URL of a worker"),
-        ({"decode": ("http://d:8000/v1",)}, "leave out what follows the port"),
+        ({"decode": ("http://d:8000/v1",)}, "without anything after the port"),
         ({"decode": ("http://d", "http://d/")}, "the same worker twice"),
+        ({"decode": ("http://d", "HTTP://D:80")}, "the same worker twice"),
         ({"decode": ("http://p",)}, "as a prefill and as a decode worker"),
+        ({"decode": ("http://P:80/",)}, "as a prefill and as a decode worker"),
         ({"port": 70000}, "at most 65535"),
         ({"requests_max": 0}, "requests_max"),
         ({"request_limit_s": 0}, "above 0"),
@@ -197,6 +199,49 @@ def test_a_drain_that_lasts_too_long_ends_streams_with_an_error() -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ProxyConfig(**{"prefill": ("http://p",), "decode": ("http://d",)} | settings)
+
+
+BAD_URLS = [
+    *["", "d:8000", "//d:8000", "http:d", "http://", "http:///", "http://:80", "http://d:0", "http://d:-1"],
+    *[
+        "http://d:+1",
+        "http://d:80000",
+        "http://d:\uff18\uff10",
+        "http://d:8 ",
+        " http://d",
+        "http://d d",
+        "http://d\x00",
+    ],
+    *["http://d\n:8000", "http://\u00e4", "http://a..b", "http://%64", "http://d,http://e", "http://d;x"],
+    *[
+        "http://" + "a" * 64,
+        "http://" + "a." * 127 + "a",
+        "http://::1:80",
+        "http://[::1",
+        "http://[v1.x]",
+        "http://[d]",
+    ],
+    *["http://d/v1", "http://d//", "http://d?", "http://d?x", "http://d#", "http://d\\x", "ftp://d", "unix:///d"],
+    *[None, 5, b"http://d", ["http://d"]],
+]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_workers_url_is_a_scheme_a_host_and_a_port(url: Any) -> None:
+    with pytest.raises(ConfigError, match="--prefill takes the URL of a worker"):
+        ProxyConfig(prefill=(url,), decode=("http://d",))
+
+
+@pytest.mark.parametrize("url", ["http://d.example.:1/", "HTTPS://D", "http://[fe80::1%25eth0]:80", "http://1.2.3.4"])
+def test_urls_of_workers_may_be_written_in_all_usual_ways(url: str) -> None:
+    assert ProxyConfig(prefill=(url,), decode=("http://other",)).prefill == (url,)
+
+
+@pytest.mark.parametrize("url", ["http://me:SECRET@d:8000", "http://SECRET@d", "ftp://@SECRET", "http://:SECRET@d/v1"])
+def test_passwords_in_urls_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="without a user name or password") as caught:
+        ProxyConfig(prefill=(url,), decode=("http://d",))
+    assert "SECRET" not in str(caught.value)
 
 
 def test_workers_behind_tls_are_reached_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

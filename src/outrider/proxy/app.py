@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import posixpath
 import re
 import secrets
 from typing import Any
@@ -162,7 +163,8 @@ class Jobs:
 
 async def _forward(proxy: Proxy, request: Request) -> Response:
     path: str = request.scope["path"]
-    if path.startswith(ADMIN_PREFIX):
+    # A server in front of a worker may resolve "..", and join slashes.
+    if posixpath.normpath("/" + path.lstrip("/")).startswith(ADMIN_PREFIX) or path.startswith(ADMIN_PREFIX):
         raise Problem(
             "the proxy has no admin routes, since they concern one worker; ask the worker itself",
             status=404,

@@ -63,6 +63,8 @@ class _Refusal(msgspec.Struct):
 def fields_of(body: bytes) -> Fields | None:
     """Returns the fields of a JSON object; None for anything else, which a decode worker then refuses by itself."""
     try:
+        # The values as well, which are passed on unread: they are invalid if their text is not UTF-8, for example.
+        msgspec.json.decode(body)
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv6Address
 from urllib.parse import urlsplit
 
 from outrider.errors import ConfigError
@@ -10,6 +12,9 @@ from outrider.kv.checked import checked_fields, whole_number
 from outrider.server.config import DEFAULT_HOST, DEFAULT_PORT, LOOPBACK, check_seconds
 
 SCHEMES = {"http": 80, "https": 443}
+PORT_MAX = 65535
+WORKER_URL = re.compile(r"https?://(?P<host>\[[^\]]*\]|[^/:\[\]]+)(:(?P<port>[0-9]{1,5}))?/?", re.IGNORECASE)
+HOST_NAME = re.compile(r"(?=.{1,253}\.?$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?", re.IGNORECASE | re.ASCII)
 
 
 @checked_fields()
@@ -51,17 +56,18 @@ class ProxyConfig:
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             _check_urls(getattr(self, name), name)
-        both = set(self.prefill) & set(self.decode)
+        decode = _addresses(self.decode)
+        both = [url for address, url in _addresses(self.prefill).items() if address in decode]
         if both:
             raise ConfigError(
-                f"{min(both)} is given as a prefill and as a decode worker; a worker that does both needs no proxy, so "
+                f"{both[0]} is given as a prefill and as a decode worker; a worker that does both needs no proxy, so "
                 "give it once"
             )
         for name in ("body_bytes_max", "answer_bytes_max", "requests_max", "health_failures_max"):
             whole_number(getattr(self, name), name, at_least=1)
         for name in ("port", "prompt_characters_min"):
             whole_number(getattr(self, name), name, at_least=0)
-        if self.port > 65535:
+        if self.port > PORT_MAX:
             raise ConfigError(f"port must be at most 65535, got {self.port}; 0 means any free port")
         limits = ("connect_limit_s", "prefill_limit_s", "request_limit_s", "idle_limit_s")
         for name in (*limits, "health_interval_s", "health_limit_s"):
@@ -77,15 +83,33 @@ def _check_urls(urls: object, name: str) -> None:
     if not isinstance(urls, tuple) or not urls:
         raise ConfigError(f"a proxy needs at least one {name} worker; give its URL with --{name}")
     for url in urls:
-        problem = f"--{name} takes the URL of a worker, such as http://127.0.0.1:8100, got {url!r}"
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except (ValueError, TypeError, AttributeError):
-            raise ConfigError(problem) from None
-        if parts.scheme not in SCHEMES or not parts.hostname or port == 0:
-            raise ConfigError(problem)
-        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-            raise ConfigError(f"{problem}; leave out what follows the port, such as /v1")
-    if len({url.rstrip("/") for url in urls}) < len(urls):
+        if isinstance(url, str) and "@" in url:
+            # The URL is not repeated, since it holds a password.
+            raise ConfigError(
+                f"--{name} takes URLs without a user name or password; clients bring their own API keys, which the "
+                "proxy passes on"
+            )
+        parts = WORKER_URL.fullmatch(url) if isinstance(url, str) else None
+        if parts is None or not _is_host(parts["host"]) or not 0 < int(parts["port"] or 1) <= PORT_MAX:
+            raise ConfigError(
+                f"--{name} takes the URL of a worker, such as http://127.0.0.1:8100, without anything after the port, "
+                f"such as /v1; got {url!r}"
+            )
+    if len(_addresses(urls)) < len(urls):
         raise ConfigError(f"--{name} names the same worker twice; give each URL once")
+
+
+def _is_host(host: str) -> bool:
+    if not host.startswith("["):
+        return bool(HOST_NAME.fullmatch(host))
+    try:
+        IPv6Address(host[1:-1])
+    except AddressValueError:
+        return False
+    return True
+
+
+def _addresses(urls: tuple[str, ...]) -> dict[tuple[str, int], str]:
+    """Returns the URLs by host and port: one worker's URL can be written in several ways."""
+    split = [(url, urlsplit(url)) for url in urls]
+    return {(parts.hostname or "", parts.port or SCHEMES[parts.scheme]): url for url, parts in split}

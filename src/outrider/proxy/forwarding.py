@@ -52,6 +52,17 @@ class Opened:
     """What keeps a stream open; empty for a whole answer."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What came of sending a prompt to prefill workers: neither of these if none of them served."""
+
+    handed: msgspec.Raw | None = None
+    """What a prefill worker tells the decode worker."""
+    refusal: Opened | None = None
+    """The answer of a prefill worker that refused the request. A decode worker refuses a wrong request too, in words
+    that fit what the client sent; this is for clients of decode workers that do not look at requests without KV."""
+
+
 class Forwarding:
     def __init__(self, config: ProxyConfig, workers: Workers, metrics: ProxyMetrics) -> None:
         self._config = config
@@ -96,10 +107,10 @@ class Forwarding:
     async def _open(self, path: str, call: Call, fields: Fields | None) -> Opened:
         tried: set[Worker] = set()
         refusal: Opened | None = None
-        handed, is_unclaimed = None, False
+        prompt, is_unclaimed = Prompt(), False
         while len(tried) < DECODE_ATTEMPTS_MAX and self._workers.choose(Role.DECODE, tried) is not None:
-            if fields is not None and not is_unclaimed:
-                handed, is_unclaimed = await self._hand_over(path, call, fields), True
+            if fields is not None and not is_unclaimed and prompt.refusal is None:
+                prompt, is_unclaimed = await self._hand_over(path, call, fields), True
             # Computing the prompt has taken time, in which the workers may have changed.
             worker = self._workers.choose(Role.DECODE, tried)
             if worker is None:
@@ -107,7 +118,8 @@ class Forwarding:
             tried.add(worker)
             try:
                 opened = await self._ask(
-                    worker, call if handed is None or fields is None else _with(call, fields, handed)
+                    worker,
+                    call if fields is None or prompt.handed is None else _with(call, fields, prompt.handed),
                 )
             except UpstreamError as problem:
                 self._failed(worker, str(problem))
@@ -115,9 +127,11 @@ class Forwarding:
                 is_unclaimed = not problem.was_sent
                 continue
             if opened.answer.status not in RESENT_STATUSES:
-                if bodies.error_code(opened.body) == KV_MISSING:
-                    raise _no_prefill_worker()
-                return opened
+                if bodies.error_code(opened.body) != KV_MISSING:
+                    return opened
+                if prompt.refusal is not None:
+                    return prompt.refusal
+                raise _no_prefill_worker()
             self._failed(worker, _said(opened))
             refusal, is_unclaimed = opened, False
         if refusal is not None:
@@ -126,12 +140,12 @@ class Forwarding:
 
     # ---- prompts -----------------------------------------------------------------------------------
 
-    async def _hand_over(self, path: str, call: Call, fields: Fields) -> msgspec.Raw | None:
-        """Has a prefill worker compute the prompt. Returns what it tells the decode worker; None if nothing."""
+    async def _hand_over(self, path: str, call: Call, fields: Fields) -> Prompt:
+        """Has a prefill worker compute the prompt."""
         skipped = bodies.reason_to_skip(path, fields, characters_min=self._config.prompt_characters_min)
         if skipped is not None:
             self._metrics.hand_off(f"skipped_{skipped.value}")
-            return None
+            return Prompt()
         order = replace(call, body=bodies.for_prefill(path, fields))
         tried: set[Worker] = set()
         while (worker := self._workers.choose(Role.PREFILL, tried)) is not None:
@@ -145,23 +159,22 @@ class Forwarding:
             except (UpstreamError, TimeoutError) as problem:
                 self._failed(worker, str(problem) or f"no answer within {self._config.prefill_limit_s:g} s")
                 continue
-            if opened.answer.status in RESENT_STATUSES:
+            if opened.answer.status in RESENT_STATUSES or opened.answer.status >= 500:
                 self._failed(worker, _said(opened))
                 continue
             return self._handed(opened, time.monotonic() - began_s)
         self._metrics.hand_off("no_prefill_worker")
-        return None
+        return Prompt()
 
-    def _handed(self, opened: Opened, seconds: float) -> msgspec.Raw | None:
+    def _handed(self, opened: Opened, seconds: float) -> Prompt:
         if opened.answer.status != 200:
-            # If the request is wrong, the decode worker says so in words that fit what the client sent.
             self._metrics.hand_off("refused")
             logger.info("the %s refused a prompt: %s", opened.worker, _said(opened))
-            return None
+            return Prompt(refusal=opened)
         handed = bodies.handed_over(opened.body)
         self._metrics.hand_off("without_kv" if handed is None else "handed_over")
         self._metrics.prompt_took(seconds)
-        return handed
+        return Prompt(handed=handed)
 
     # ---- workers -----------------------------------------------------------------------------------
 

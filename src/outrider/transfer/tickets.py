@@ -77,6 +77,9 @@ class ClusterKey:
             raw = urlsafe_b64decode(sealed.encode("ascii"))
         except ValueError:
             raise refusal from None
+        # The decoder takes other padding, other bits at the end and characters in between, too.
+        if urlsafe_b64encode(raw).decode() != sealed:
+            raise refusal
         mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
             raise refusal
