@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from outrider.errors import ConfigError
+from outrider.transfer.links import control
 from outrider.transfer.links.control import (
     MESSAGES_PER_TURN,
     QUEUED_MESSAGES_MAX,
@@ -176,6 +177,41 @@ def test_messages_to_a_peer_that_is_gone_are_dropped() -> None:
         assert counts(decode) == {"messages lost because too many wait": 10}
         decode.forget("127.0.0.1:9")
         decode.forget("127.0.0.1:9")
+
+
+def test_connections_that_carry_nothing_are_closed_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "IDLE_S", 0.4)
+    with plane() as prefill, plane() as decode:
+        decode.send(prefill.endpoint, FETCH)
+        until(len, prefill, decode)
+        descriptors = num_descriptors()
+        for number in range(1, 20):
+            decode.send(f"127.0.0.{number}:9", FETCH)
+        for _ in range(8):
+            time.sleep(0.1)
+            decode.send(prefill.endpoint, FETCH)
+            decode.close_idle(time.monotonic())
+        # The route of a question is that of its connection: one that is used is not closed.
+        routes = {
+            question.route for question in until(lambda got: len(got) == 8, prefill) if isinstance(question, Question)
+        }
+        assert len(routes) == 1
+        end_s = time.monotonic() + 3.0
+        while num_descriptors() > descriptors and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert num_descriptors() <= descriptors
+        time.sleep(0.4)
+        decode.close_idle(time.monotonic())
+        decode.send(prefill.endpoint, FETCH)
+        (question,) = until(len, prefill, decode)
+        assert isinstance(question, Question)
+        assert question.route not in routes
+        prefill.answer(question, REFUSED)
+        assert until(len, prefill, decode) == [Answer(prefill.endpoint, Refused(reason="no"))]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_port_in_use_is_a_mistake_of_the_settings() -> None:

@@ -17,8 +17,8 @@ from tests.transfer.links.worlds import ENGINE_LAYOUTS, KEY, Pages, filled, shuf
 from outrider.errors import ConfigError, TransferError  # noqa: E402
 from outrider.kv.intervals import Interval  # noqa: E402
 from outrider.transfer.link import Failed, GroupRead, Landed, Quiet, Received  # noqa: E402
+from outrider.transfer.links import control, nixl_agent  # noqa: E402
 from outrider.transfer.links import nixl as nixl_link  # noqa: E402
-from outrider.transfer.links import nixl_agent  # noqa: E402
 from outrider.transfer.links.nixl import NixlLink  # noqa: E402
 from outrider.transfer.links.reads import PeerReads  # noqa: E402
 from outrider.transfer.messages import Hello, Refused, Release  # noqa: E402
@@ -461,3 +461,43 @@ def test_reads_leave_no_threads_and_descriptors_behind(prefiller: Prefiller) -> 
         use()
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+
+
+@pytest.mark.parametrize("transport", ["cma", "tcp"])
+def test_a_connection_that_is_not_used_is_closed_and_made_again(
+    prefiller: Prefiller, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "IDLE_S", 0.3)
+    monkeypatch.setattr(nixl_link, "IDLE_S", 0.3)
+    monkeypatch.setattr(nixl_link, "TIDY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(nixl_link, "IDLE_SLEEP_S", 0.05)
+    source, destination = filled(SMALL, page_tokens=16, seed=1), Pages(SMALL, 16, 0)
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with reader(destination, transport=transport) as link:
+        before = descriptors()
+        greet(link, prefiller.endpoint)
+        for number in range(2):
+            read_and_compare(link, prefiller.endpoint, source, destination, Interval(0, 100), number)
+            assert descriptors() > before
+            end_s = time.monotonic() + 5
+            while descriptors() > before and time.monotonic() < end_s:
+                time.sleep(0.05)
+            assert descriptors() <= before
+        link.send(prefiller.endpoint, Hello(digest=b"another", reader="decode"))
+        (event,) = collect(link, 1)
+        assert isinstance(event, Received)
+
+
+def test_a_read_that_takes_long_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_link, "IDLE_S", 0.0)
+    monkeypatch.setattr(nixl_link, "TIDY_INTERVAL_S", 0.0)
+    with Prefiller(layout="large") as worker:
+        source, destination = filled(LARGE, page_tokens=16, seed=1), Pages(LARGE, 16, 0)
+        runs = shuffled_runs(source, destination, Interval(0, 20000), 1)
+        with reader(destination, transport="tcp") as link:
+            greet(link, worker.endpoint)
+            transfer = link.read(worker.endpoint, GroupRead(0, 0, runs))
+            assert collect(link, 1, limit_s=30.0) == [Landed(transfer)]

@@ -43,6 +43,9 @@ MESSAGES_PER_TURN = 64
 """Largest number of messages that are taken from a socket before the thread looks after its transfers again."""
 FORGET_LINGER_MS = 100
 """Time in which the last messages to a peer may still leave after it was forgotten: they release its leases."""
+IDLE_S = 600.0
+"""Time after its last message in which the connection to a peer is kept. The driver forgets peers that it has met;
+others get messages too, such as a release of KV that is not needed."""
 COMPLAINT_INTERVAL_S = 10.0
 logger = logging.getLogger("outrider.transfer")
 
@@ -94,6 +97,8 @@ class ControlPlane:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._used_s: dict[str, float] = {}
+        """When each dealer last sent or received a message."""
         try:
             self._keeper = self._context.socket(zmq.REP)
             self._keeper.linger = 0
@@ -129,6 +134,7 @@ class ControlPlane:
     def send(self, peer: str, frame: bytes) -> None:
         """Send a question; it is lost if too many are waiting already."""
         dealer = self._dealers.get(peer) or self._connect(peer)
+        self._used_s[peer] = time.monotonic()
         self._send(dealer, [frame], peer)
 
     def answer(self, question: Question, frame: bytes) -> None:
@@ -158,9 +164,16 @@ class ControlPlane:
 
     def forget(self, peer: str) -> None:
         dealer = self._dealers.pop(peer, None)
+        self._used_s.pop(peer, None)
         if dealer is not None:
             self._poller.unregister(dealer)
             dealer.close(linger=FORGET_LINGER_MS)
+
+    def close_idle(self, now_s: float) -> None:
+        """Close connections that have carried nothing for long: a cluster whose workers change must not fill this one
+        with connections. The next message to a peer connects again."""
+        for peer in [peer for peer, used_s in self._used_s.items() if now_s - used_s >= IDLE_S]:
+            self.forget(peer)
 
     def wait(self, limit_s: float) -> None:
         """Sleep until a message has come or a watched descriptor is readable."""
@@ -178,6 +191,7 @@ class ControlPlane:
                     messages.append(Question(frames[0], message))
         for peer, dealer in self._dealers.items():
             if dealer in ready:
+                self._used_s[peer] = time.monotonic()
                 for frames in self._take(dealer):
                     if len(frames) == 1 and (message := self._decoded(frames[0], ANSWERS)) is not None:
                         messages.append(Answer(peer, message))

@@ -33,7 +33,7 @@ import msgspec
 from outrider.errors import ConfigError, OutriderError, TransferError
 from outrider.transfer.desk import Desk
 from outrider.transfer.link import Event, Failed, GroupRead, Landed, Quiet, Received
-from outrider.transfer.links.control import Answer, Complaints, ControlPlane
+from outrider.transfer.links.control import IDLE_S, Answer, Complaints, ControlPlane
 from outrider.transfer.links.machine import MemoryProbe, ProbedMemory, can_read_memory, checked_address, network_device
 from outrider.transfer.links.mailbox import Mailbox
 from outrider.transfer.links.memory import MemoryMap, spans
@@ -57,6 +57,8 @@ QUIET_SERVING_SLEEP_S = 0.002
 """Pause between two looks while a lease is claimed, but its reader has not been heard of for a while."""
 HEARD_S = 2.0
 """Time after a message during which its sender is likely to connect or to read."""
+TIDY_INTERVAL_S = 1.0
+"""Time between two looks for connections that nothing has used for long."""
 IDLE_SLEEP_S = 1.0
 """Longest sleep when nothing happens. UCX then looks after connections that peers have closed."""
 ERROR_SLEEP_S = 0.05
@@ -82,6 +84,8 @@ class _Peer:
         self.introduction = introduction
         self.with_cma = with_cma
         self.reads: PeerReads | None = None
+        self.used_s = time.monotonic()
+        """When something was last read from this peer."""
 
 
 def _has_drained(reads: PeerReads) -> bool:
@@ -125,6 +129,7 @@ class NixlLink:
         self._chosen: dict[str, str] = {}
         self._serving: Agent | None = None
         self._heard_s = float("-inf")
+        self._tidy_at_s = 0.0
         self._introduction = b""
         self._is_closing = False
         self._death: BaseException | None = None
@@ -284,8 +289,12 @@ class NixlLink:
                 moved |= self._advance(name, peer)
                 is_reading = True
         sleep_s = self._serve()
+        now_s = time.monotonic()
+        if now_s >= self._tidy_at_s:
+            self._tidy_at_s = now_s + TIDY_INTERVAL_S
+            self._close_idle(now_s)
         if self._retired:
-            self._destroy_retired(time.monotonic())
+            self._destroy_retired(now_s)
             sleep_s = min(sleep_s, RETIRED_SLEEP_S)
         if not moved:
             self._sleep(min(sleep_s, READING_SLEEP_S) if is_reading else sleep_s)
@@ -345,6 +354,7 @@ class NixlLink:
         peer = self._peers.get(name)
         if peer is None:
             raise TransferError(f"{name} has not been met")
+        peer.used_s = time.monotonic()
         copied = spans(peer.introduction.memory, read.remote_group, self._memory, read.group, read.runs)
         (peer.reads or self._connect(peer)).start(transfer, copied)
 
@@ -375,6 +385,13 @@ class NixlLink:
             self._retired.append((time.monotonic() + RETIRED_S, reads))
         for transfer in failed:
             self._events.put(Failed(transfer, reason))
+
+    def _close_idle(self, now_s: float) -> None:
+        """Close connections that nothing has used for long. What peers have said about themselves is kept."""
+        self._control.close_idle(now_s)
+        for peer in self._peers.values():
+            if peer.reads is not None and peer.reads.is_idle and now_s - peer.used_s >= IDLE_S:
+                self._disconnect(peer, "")
 
     def _destroy_retired(self, now_s: float) -> None:
         while self._retired and (self._retired[0][0] <= now_s or len(self._retired) > RETIRED_MAX):
