@@ -89,3 +89,14 @@ def test_the_drafter_comes_from_options_and_json_together() -> None:
     ] == [5, 5, 4]
     with pytest.raises(ConfigError, match="--k says 2"):
         speculation_of(given, method=None, drafter=None, k=2)
+
+
+def test_the_word_copying_stands_for_the_requests_of_the_package(
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        acceptance, "build_engine", lambda config, **given: build_engine(config, **(given | {"model": chat_model()}))
+    )
+    run = outrider("bench", "acceptance", "--prompts", "copying", *SIZES, "--limit", 1, "--method", "ngram", "--json")
+    assert run.status == 0, run.err
+    assert {"code edit", "retrieval", "translation"} < set(json.loads(run.out)["greedy"]["categories"])

@@ -24,6 +24,7 @@ from outrider.cli.engine_options import (
 from outrider.cli.grouped import grouped, panel
 from outrider.cli.terminal import loading, note, out, progress_bar
 from outrider.config import EngineConfig
+from outrider.tools.bench.copying import COPYING_NAME, copying_path
 from outrider.tools.wording import counted
 
 chat_option = panel("Chats")
@@ -34,7 +35,8 @@ ACCEPTANCE_HELP = (
     "Measure how many drafts the model accepts, by category.\n\n"
     'FILE has a JSON object per line: {"category": "…", "turns": ["…", "…"]}, or {"prompt": "…"}. Each line is a chat: '
     "its turns are sent in order, each after the model's answer to the one before. All chats run greedily, then once "
-    "more sampled with a fixed seed. The figures are the same for any --batch.\n\n"
+    "more sampled with a fixed seed. The figures are the same for any --batch. [bold]--prompts copying[/bold] asks the "
+    "requests of this package whose answers copy from the prompt.\n\n"
     "[bold]Acceptance length[/bold] is 1 + the accepted drafts per step with drafts; [bold]tokens per step[/bold] "
     "also counts the last step of each prompt, which has no drafts to verify yet.\n\n"
     "[dim]Examples:[/dim]\n\n"
@@ -54,7 +56,9 @@ K_HELP = "Drafts per step. Default 7 for dflash, 5 for eagle3 and eagle, else 4.
 def bench_acceptance(
     *,
     positional: PositionalModel = None,
-    prompts: Annotated[Path, chat_option(metavar="FILE", help="Chats, one JSON object per line.")],
+    prompts: Annotated[
+        Path, chat_option(metavar="FILE", help=f"Chats, one JSON object per line; or the word {COPYING_NAME}.")
+    ],
     max_tokens: Annotated[int, chat_option(min=1, help="Longest answer.")] = 256,
     limit: Annotated[
         int | None, chat_option(min=1, help="Chats of each category, evenly spread over the file. Default: all.")
@@ -101,7 +105,7 @@ def bench_acceptance(
     config = AcceptanceConfig(
         engine=engine_config, max_tokens=max_tokens, temperature=None if no_sampled else temperature, batch=batch
     )
-    chats = spread(read_chats(prompts), limit)
+    chats = spread(read_chats(copying_path() if str(prompts) == COPYING_NAME else prompts), limit)
     with loading() as progress:
         engine = prepare(config, progress=progress)
     turns = sum(len(chat.turns) for chat in chats)

@@ -29,6 +29,7 @@ from outrider.kv.sizing import worst_case_pages
 from outrider.models.load import LoadedModel
 from outrider.models.resolve import packaged_drafter
 from outrider.sampling import SamplingParams
+from outrider.tools.bench.copying import copied_ngrams
 from outrider.tools.json_lines import json_objects
 
 SEED = 20_260
@@ -134,6 +135,9 @@ class Tally:
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     answers: list[list[int]] = field(default_factory=list)
     """Token ids of every turn."""
+    copied_ngrams: int = 0
+    """4-grams of the answers that occur in their prompts."""
+    ngrams: int = 0
 
     def take(self, output: RequestOutput) -> None:
         self.turns += 1
@@ -141,10 +145,14 @@ class Tally:
         self.steps += output.metrics.steps
         self.cached_tokens += output.metrics.cached_tokens
         self.speculation.add(output.metrics.speculation)
-        self.answers.append(output.outputs[0].token_ids)
+        answer = output.outputs[0].token_ids
+        self.answers.append(answer)
+        copied, ngrams = copied_ngrams(output.prompt_token_ids, answer)
+        self.copied_ngrams += copied
+        self.ngrams += ngrams
 
     def add(self, other: Tally) -> None:
-        for name in ("prompts", "turns", "tokens", "steps", "cached_tokens", "too_long"):
+        for name in ("prompts", "turns", "tokens", "steps", "cached_tokens", "too_long", "copied_ngrams", "ngrams"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.speculation.add(other.speculation)
         self.answers += other.answers
@@ -178,6 +186,7 @@ class Tally:
             "acceptance_rate": counts.acceptance_rate,
             "accepted_share": self.accepted_at(k),
             "too_long": self.too_long,
+            "copied": self.copied_ngrams / self.ngrams if self.ngrams else 0.0,
         }
 
 

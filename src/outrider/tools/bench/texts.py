@@ -1,12 +1,14 @@
-"""Prompts for measurements: prose, text that repeats itself as lists, tables and code do, and questions."""
+"""Prompts for measurements: prose, text that repeats itself as lists, tables and code do, questions, and requests whose
+answers copy from the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
 from outrider.models.load import LoadedModel
 from outrider.models.tokenizer import Tokenizer
+from outrider.tools.bench.copying import copying_requests
 
 PROSE = (
     "A bridge is a promise made in stone. Whoever builds one says to people not yet born that they will be able to "
@@ -58,22 +60,23 @@ QUESTIONS = (
 )
 
 PLAIN_TEXTS = ("ordinary", "repetitive")
-TEXTS = (*PLAIN_TEXTS, "chat")
-"""Kinds of prompts; "chat" needs a model with a chat template."""
+TEXTS = (*PLAIN_TEXTS, "chat", "copying")
+"""Kinds of prompts; "chat" and "copying" need a model with a chat template."""
 
 
 def prompts_of(text: str, model: LoadedModel, *, number: int, tokens: int) -> list[list[int]]:
-    """Returns `number` different prompts of a kind in TEXTS; all but "chat" have exactly `tokens` tokens."""
-    if text == "chat":
-        return [_question(model, place) for place in range(number)]
+    """Returns `number` different prompts of a kind in TEXTS; all plain texts have exactly `tokens` tokens."""
+    if text not in PLAIN_TEXTS:
+        asked = QUESTIONS if text == "chat" else tuple(request.prompt for request in copying_requests())
+        return [_question(model, asked, place) for place in range(number)]
     parts = _prose_from if text == "ordinary" else _rows_from
     return [_cut(model.tokenizer, parts(place), tokens) for place in range(number)]
 
 
-def _question(model: LoadedModel, place: int) -> list[int]:
+def _question(model: LoadedModel, questions: Sequence[str], place: int) -> list[int]:
     assert model.chat_template is not None
-    repetition = place // len(QUESTIONS)
-    text = QUESTIONS[place % len(QUESTIONS)] + (f" (Answer number {repetition + 1}.)" if repetition else "")
+    repetition = place // len(questions)
+    text = questions[place % len(questions)] + (f" (Answer number {repetition + 1}.)" if repetition else "")
     rendered = model.chat_template.render([{"role": "user", "content": text}])
     return model.tokenizer.encode(rendered, add_special_tokens=False)
 
