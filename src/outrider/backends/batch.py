@@ -56,12 +56,6 @@ class BlockTableArrays(Protocol):
     def tensor(self, group: int) -> Tensor:
         """Returns the block table of a group on the device."""
 
-    def pages(self, group: int, table_row: int, first: int, end: int) -> list[int]:
-        """Returns pages [first, end) of a row."""
-
-    def low(self, group: int, table_row: int) -> int:
-        """Returns the first position of a request that is valid in a group."""
-
 
 class BatchBuilder:
     """Turns spans into batches. No Python runs per row: spans are joined, then everything is arithmetic on arrays."""

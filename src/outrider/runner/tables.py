@@ -20,11 +20,10 @@ class BlockTables:
         self._layout = layout
         self._device = device
         # One step's scratch may lie past the model's limit, so one more page.
-        self._widths = [-(-max_model_len // spec.page_tokens) + 1 for spec in layout.groups]
-        self._arrays: list[Int32Array] = [np.zeros((0, width), np.int32) for width in self._widths]
+        widths = [-(-max_model_len // spec.page_tokens) + 1 for spec in layout.groups]
+        self._arrays: list[Int32Array] = [np.zeros((0, width), np.int32) for width in widths]
         self.lows: Int32Array = np.zeros((0, len(layout.groups)), np.int32)
         """[table rows, groups]: the first position of each sequence that may be read in each group."""
-        self._make_views()
         self._row_of: dict[str, int] = {}
         self._unused: list[int] = []
         self._changed = True
@@ -62,15 +61,9 @@ class BlockTables:
         more = max(16, have)
         self._arrays = [np.concatenate([a, np.zeros((more, a.shape[1]), np.int32)]) for a in self._arrays]
         self.lows = np.concatenate([self.lows, np.zeros((more, self.lows.shape[1]), np.int32)])
-        self._make_views()
         self._unused = list(range(have + more - 1, have - 1, -1))
         self._changed = True
         self._tensors = []
-
-    def _make_views(self) -> None:
-        """Make views for reading single numbers, which is slow through NumPy."""
-        self._views = [array.reshape(-1).data for array in self._arrays]
-        self._view_of_lows = self.lows.reshape(-1).data
 
     # ---- reading -------------------------------------------------------------------------------------
 
@@ -78,14 +71,9 @@ class BlockTables:
         """Returns the table row of a sequence."""
         return self._row_of[sequence]
 
-    def pages(self, group: int, table_row: int, first: int, end: int) -> list[int]:
-        """Returns pages [first, end) of a row."""
-        start = table_row * self._widths[group]
-        return self._views[group][start + first : start + end].tolist()
-
     def low(self, group: int, table_row: int) -> int:
         """Returns the first position that may be read in a group."""
-        return self._view_of_lows[table_row * len(self._widths) + group]
+        return int(self.lows[table_row, group])
 
     def array(self, group: int) -> Int32Array:
         """Returns the block table of a group on the host: [table rows, pages]."""

@@ -181,10 +181,14 @@ def draw_one_more(
 
 def tap_rows(taps: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
     """Returns the taps of runs of rows (first, count), one after the other: [rows, taps * hidden]."""
-    first, count = runs[0]
-    if len(runs) == 1:
-        return taps[first : first + count]
-    return taps[torch.tensor([row for first, count in runs for row in range(first, first + count)], device=taps.device)]
+    first, end = runs[0][0], sum(runs[0])
+    for start, count in runs[1:]:
+        if start != end:
+            rows = [row for start, count in runs for row in range(start, start + count)]
+            return taps[torch.tensor(rows, device=taps.device)]
+        end += count
+    # Where nothing was rejected, the runs follow each other, and no row need be copied.
+    return taps[first:end]
 
 
 class Drafter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.backends.cases import FakeTables
 from tests.backends.test_contract import batch_layout, same_batch
@@ -37,6 +38,15 @@ def test_batches_of_other_groups_and_other_numbers_of_rows_are_left_alone() -> N
         builder.build([span], range(2, 4))
         builder.build([span._replace(token_ids=[1, 2])], range(2))
     same_batch(first, plain.build([SPANS[0]], range(2)))
+
+
+def test_rows_outside_the_tables_are_refused() -> None:
+    """Compiled code would read other memory."""
+    builder, _, _ = builders()
+    for wrong in ({"start": 199}, {"start": -1}, {"table_row": 2}, {"table_row": -1}):
+        with pytest.raises(IndexError, match="outside the block tables"):
+            builder.build([SPANS[0], SPANS[1]._replace(**wrong)], range(2))
+        builder.build([SPANS[0], SPANS[1]], range(2))
 
 
 def test_batches_follow_the_tables_when_those_grow() -> None:

@@ -19,6 +19,8 @@ from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Body, EagerPass, Options, Pass, Result
 from outrider.backends.cpu.backend import CPUBackend
 from outrider.backends.cpu.packed import Packing
+from outrider.backends.cpu.passes import PROGRAMS_MAX
+from outrider.backends.cpu.program import RECORDED_ROWS_MAX
 from outrider.models.decoder import DecoderOutput
 from outrider.models.parameters import Linear
 from outrider.models.spec import Activation
@@ -53,7 +55,10 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-STEPS = (((3,), 1), ((9,), 4), ((4,), 1), ((2, 50, 70), 2), ((30,), 16), ((1, 60, 9), 2), ((290,), 1), ((31,), 17))
+STEPS = (
+    *(((3,), 1), ((9,), 4), ((4,), 1), ((2, 50, 70), 2), ((30,), 16), ((1, 60, 9), 2), ((290,), 1), ((31,), 17)),
+    *(((5, 90), 32), ((2, 50, 70), 2), ((7,), RECORDED_ROWS_MAX + 1)),
+)
 
 
 def steps(model: Model) -> list[Any]:
@@ -119,6 +124,15 @@ def test_every_choice_of_taps_and_scored_rows_gives_its_own_results() -> None:
         one, other = (m.paged.forward(m.batch([1, 2, 3, 4], 5), **choice) for m in (recorded, eager))
         assert equal(copied(one), copied(other)), choice
         assert one.taps.shape[1] == len(choice.get("taps", ())) * recorded.spec.hidden_size
+
+
+def test_a_program_that_gave_way_to_others_is_recorded_again() -> None:
+    backend, weights = CPUBackend(threads=1), Linear(weight=random(1, 8, 64))
+    x = random(2, 3, 64)
+    compiled = backend.compile_pass(lambda x, _groups, scale: backend.project(x, weights, norm=x[0], eps=scale))
+    expected = [backend.project(x, weights, norm=x[0], eps=float(eps)) for eps in range(1, PROGRAMS_MAX + 3)]
+    for eps in (1, *range(2, PROGRAMS_MAX + 3), 1, 2):
+        assert torch.equal(compiled.run(x, NO_GROUPS, float(eps)), expected[eps - 1])
 
 
 def test_results_stay_valid_while_another_decoder_runs() -> None:
@@ -223,7 +237,7 @@ def test_an_enqueued_pass_runs_before_every_kind_of_operation() -> None:
         lambda: backend.attend(qkv, of, kv, rows),
         lambda: backend.store(qkv[:, : 2 * of.kv_heads * of.head_dim], of, kv, rows),
         lambda: compiled.run(x, NO_GROUPS, 0),
-        lambda: wide.run(x.expand(17, -1), NO_GROUPS, 0),
+        lambda: wide.run(x.expand(RECORDED_ROWS_MAX + 1, -1), NO_GROUPS, 0),
         lambda: feed.enqueue(-1.0),
     ]
     with backend.step():
@@ -261,7 +275,8 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(folder) or "kernels" in frame.f_code.co_filename:
+        file = frame.f_code.co_filename
+        if not file.startswith(folder) or "kernels" in file.removeprefix(folder):
             return None
         if event == "line":
             left -= 1

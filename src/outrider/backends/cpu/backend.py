@@ -15,7 +15,6 @@ from outrider.backends import Progress, host_memory
 from outrider.backends.attention import AttentionLayer, AttentionMetadata, PagedKV
 from outrider.backends.base import Argmax, Backend, Body, Capability, EagerPass, Options, Pass, Result
 from outrider.backends.batch import BatchBuilder, BlockTableArrays
-from outrider.backends.cpu.batches import CPUBatchBuilder
 from outrider.backends.cpu.memory import ScratchBuffer, zeros
 from outrider.backends.cpu.packed import PackedMatrix
 from outrider.backends.cpu.packing import CPUWeightForms, Packer
@@ -30,7 +29,9 @@ from outrider.models.spec import Activation, ExpertsSpec
 from outrider.models.weight_forms import WeightForms
 
 try:
+    from outrider.backends.cpu.batches import CPUBatchBuilder
     from outrider.backends.cpu.kernels import activations, argmax, attention, gather, linear, narrow, norm, rotate
+    from outrider.backends.cpu.kernels.batch_rows import WRITE_ROWS
     from outrider.backends.cpu.kernels.compiling import Kernel, load_entry
     from outrider.backends.cpu.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.backends.cpu.kernels.probability import largest_probabilities
@@ -44,7 +45,7 @@ try:
         Program,
         RecordedArgmax,
         Replay,
-        WideBuffers,
+        SharedBuffers,
         check_token_ids,
     )
 except ImportError as error:
@@ -76,7 +77,8 @@ class CPUBackend(Backend):
     draft_confidence = 0.2
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
-        load_entry(ENTER, progress or ignore_progress)
+        for entry in (ENTER, WRITE_ROWS):
+            load_entry(entry, progress or ignore_progress)
         self._progress = progress
         self._threads: Threads = shared_threads(available_cores() if threads is None else threads)
         self._job, self._norm_job = Job(), Job()
@@ -325,12 +327,12 @@ class CPUBackend(Backend):
         return torch_threads(1)
 
     def record(
-        self, x: Tensor, groups: tuple[AttentionMetadata, ...], wide: WideBuffers, call: Callable[[Tensor], Result]
+        self, x: Tensor, groups: tuple[AttentionMetadata, ...], buffers: SharedBuffers, call: Callable[[Tensor], Result]
     ) -> Program[Result]:
         """Records the operations that `call` makes with x."""
         assert self._program is None
         try:
-            self._program = program = Program[Result](self._threads.address, x, wide)
+            self._program = program = Program[Result](self._threads.address, x, buffers)
             program.record(groups, call)
         finally:
             self._program = None

@@ -1,9 +1,9 @@
-"""Batches of a few rows of a single request, in memory that is kept from step to step.
+"""Batches of a few rows, in memory that is kept from step to step.
 
 In the middle of a step, when its weights have evicted everything else from the processor's caches, allocating tensors
-takes longer than all the arithmetic below. The rows of such a batch are therefore written, number by number, into the
-memory of an earlier batch of the same shape. Two batches take turns, so that a batch stays valid until the second one
-after it: a pass may still be enqueued when the next batch is built.
+takes longer than all the arithmetic below. The rows of such a batch are therefore written, by a compiled function, into
+the memory of an earlier batch of the same shape. Two batches take turns, so that a batch stays valid until the second
+one after it: a pass may still be enqueued when the next batch is built.
 """
 
 from __future__ import annotations
@@ -13,18 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from outrider.backends.attention import AttentionMetadata
-from outrider.backends.batch import FAR, Batch, BatchBuilder, BlockTableArrays, Span
+from outrider.backends.batch import Batch, BatchBuilder, BlockTableArrays, Span
+from outrider.backends.cpu.kernels.batch_rows import (
+    GROUP_ARRAYS,
+    GROUP_WORDS,
+    SHARED_ARRAYS,
+    SPAN_WORDS,
+    WRITE_ROWS,
+)
 from outrider.kv.layout import KVLayout
 
-FEW_ROWS = 16
-_SHARED_ARRAYS = 3
-"""Number of arrays that all groups share: token ids, positions, table rows."""
-_GROUP_ARRAYS = 3
-"""Number of arrays of each group: slot mapping, first keys, stop keys."""
+ROWS_MAX = 64
+"""The most rows of a batch whose memory is kept."""
+_SHAPES_MAX = 256
+"""The most shapes of batches whose memory is kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,89 +39,93 @@ class _PersistentBatch:
     """A batch and the memory that its tensors are views of."""
 
     layout: struct.Struct
+    """The words that Python writes: spans and token ids."""
     memory: memoryview
+    address: int
     batch: Batch
+    group_words: npt.NDArray[np.int64]
+    groups_address: int
+    lows: npt.NDArray[np.int32]
+    """Kept alive, because the words of the groups hold its address."""
 
 
 class CPUBatchBuilder(BatchBuilder):
     def __init__(self, layout: KVLayout, tables: BlockTableArrays) -> None:
         super().__init__(layout, tables, torch.device("cpu"))
-        self._group_settings = [
-            (spec.page_tokens, lookback, spec.causal)
-            for spec, lookback in zip(layout.groups, self._lookbacks, strict=True)
-        ]
-        self._persistent: dict[tuple[int, int], tuple[_PersistentBatch, _PersistentBatch]] = {}
-        """The two batches that take turns, by first group and number of rows. The one to be used next comes first."""
+        self._persistent: dict[tuple[range, int, int], tuple[_PersistentBatch, _PersistentBatch]] = {}
+        """The two batches that take turns, by groups, number of rows and number of spans. The one to be used next comes
+        first; the shapes used last come last."""
 
     def build(self, spans: Sequence[Span], groups: range) -> Batch:
-        if len(spans) == 1 and len(spans[0].token_ids) <= FEW_ROWS:
-            return self._build_one(spans[0], groups)
-        return super().build(spans, groups)
+        numbers: list[int] = []
+        token_ids: list[int] = []
+        first_rows: list[int] = []
+        for table_row, start, tokens, kept_from, sees_to, anchored in spans:
+            numbers += (table_row, start, len(tokens), kept_from, sees_to, anchored)
+            first_rows.append(len(token_ids))
+            token_ids += tokens
+        rows = len(token_ids)
+        if not 0 < rows <= ROWS_MAX:
+            return super().build(spans, groups)
+        persistent = self._take_turns(groups, rows, len(spans))
+        persistent.layout.pack_into(persistent.memory, 0, *numbers, *token_ids)
+        within = WRITE_ROWS.call(persistent.address, len(spans), rows, persistent.groups_address, len(groups))
+        if not within:
+            raise IndexError(f"rows lie outside the block tables: {spans}")
+        return persistent.batch._replace(first_rows=first_rows)
 
-    def _build_one(self, span: Span, groups: range) -> Batch:
-        table_row, start, token_ids, kept_from, sees_to, anchored = span
-        count = len(token_ids)
-        end = start + count
-        positions = range(start, end)
-        numbers = [*token_ids, *positions, *[table_row] * count]
-        tables, settings = self._tables, self._group_settings
-        for group in groups:
-            page_tokens, lookback, causal = settings[group]
-            low = tables.low(group, table_row)
-            nearest = start - lookback
-            if anchored or (low >= end - 1 - lookback):
-                first_keys = [low if low > nearest else nearest] * count
-            else:
-                first_keys = [max(low, p - lookback) for p in positions]
-            stop_keys: Sequence[int] = range(start + 1, end + 1)
-            if sees_to and not causal:
-                stop_keys = [max(stop, sees_to) for stop in stop_keys]
-                if lookback < FAR and not anchored:
-                    stop_keys = [min(stop, p + lookback + 1) for stop, p in zip(stop_keys, positions, strict=True)]
-            first_page = start // page_tokens
-            pages = tables.pages(group, table_row, first_page, (end - 1) // page_tokens + 1)
-            if kept_from <= start and len(pages) == 1:
-                first_slot = start + (pages[0] - first_page) * page_tokens
-                numbers += range(first_slot, first_slot + count)
-            else:
-                numbers += [
-                    (pages[p // page_tokens - first_page] if p >= kept_from else 0) * page_tokens + p % page_tokens
-                    for p in positions
-                ]
-            numbers += first_keys
-            numbers += stop_keys
-        numbers += (0, count, end)
-        persistent = self._take_turns(groups, count)
-        persistent.layout.pack_into(persistent.memory, 0, *numbers)
-        return persistent.batch
-
-    def _take_turns(self, groups: range, count: int) -> _PersistentBatch:
-        key = (groups.start, count)
-        pair = self._persistent.get(key)
+    def _take_turns(self, groups: range, rows: int, spans: int) -> _PersistentBatch:
+        key = (groups, rows, spans)
+        pair = self._persistent.pop(key, None)
         # Tables that have grown are new tensors.
         if pair is None or pair[0].batch.groups[0].block_tables is not self._tables.tensor(groups.start):
-            pair = self._new(groups, count), self._new(groups, count)
+            pair = self._new(groups, rows, spans), self._new(groups, rows, spans)
+            if len(self._persistent) >= _SHAPES_MAX:
+                del self._persistent[next(iter(self._persistent))]
         current, following = pair
         self._persistent[key] = following, current
         return current
 
-    def _new(self, groups: range, count: int) -> _PersistentBatch:
-        rows = _SHARED_ARRAYS + _GROUP_ARRAYS * len(groups)
-        memory = np.zeros(rows * count + 3, np.int64)
-        whole = torch.from_numpy(memory)
-        token_ids, positions, table_rows, *of_groups = whole[: rows * count].view(rows, count).unbind()
-        query_start_loc, seq_lens = whole[-3:-1], whole[-1:]
+    def _new(self, groups: range, rows: int, spans: int) -> _PersistentBatch:
+        arrays = SHARED_ARRAYS + GROUP_ARRAYS * len(groups)
+        memory = np.zeros(SPAN_WORDS * spans + arrays * rows + 2 * spans + 1, np.int64)
+        of_rows, query_start_loc, seq_lens = torch.from_numpy(memory)[SPAN_WORDS * spans :].split(
+            (arrays * rows, spans + 1, spans)
+        )
+        token_ids, positions, table_rows, *of_groups = of_rows.view(arrays, rows).unbind()
         metadata = tuple(
             self._metadata_over(
-                group, positions, table_rows, query_start_loc, seq_lens, of_groups[_GROUP_ARRAYS * number :]
+                group, positions, table_rows, query_start_loc, seq_lens, of_groups[GROUP_ARRAYS * number :]
             )
             for number, group in enumerate(groups)
         )
+        lows = self._tables.lows
+        group_words = np.array([self._words_of(group, lows) for group in groups], np.int64)
         return _PersistentBatch(
-            struct.Struct(f"{len(memory)}q"),
-            memory.data.cast("B"),
-            Batch(token_ids=token_ids, groups=metadata, first_rows=[0]),
+            layout=struct.Struct(f"{SPAN_WORDS * spans + rows}q"),
+            memory=memory.data.cast("B"),
+            address=memory.ctypes.data,
+            batch=Batch(token_ids=token_ids, groups=metadata, first_rows=[]),
+            group_words=group_words,
+            groups_address=group_words.ctypes.data,
+            lows=lows,
         )
+
+    def _words_of(self, group: int, lows: npt.NDArray[np.int32]) -> list[int]:
+        spec, table = self._layout.groups[group], self._tables.tensor(group)
+        assert table.dtype is torch.int32 and table.is_contiguous() and lows.dtype == np.int32
+        words = [
+            table.data_ptr(),
+            table.shape[0],
+            table.shape[1],
+            spec.page_tokens,
+            self._lookbacks[group],
+            spec.causal,
+            lows.ctypes.data + group * lows.strides[1],
+            lows.strides[0],
+        ]
+        assert len(words) == GROUP_WORDS
+        return words
 
     def _metadata_over(
         self,

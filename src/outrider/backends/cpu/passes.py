@@ -10,23 +10,23 @@ from torch import Tensor
 
 from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Body, Options, Pass, Result
-from outrider.backends.cpu.program import Program, WideBuffers
+from outrider.backends.cpu.program import RECORDED_ROWS_MAX, Program, SharedBuffers
 from outrider.backends.torch_threads import torch_threads
 
 if TYPE_CHECKING:
     from outrider.backends.cpu.backend import CPUBackend
 
-RECORDED_ROWS_MAX = 16
-"""The most rows of a recorded pass. Passes of more rows take so long that the calls from Python do not matter."""
+PROGRAMS_MAX = 128
+"""The most programs of a pass that are kept: the rows and options of prompts' last chunks vary without end."""
 
 
 class RecordedPass(Pass[Options, Result]):
     def __init__(self, backend: CPUBackend, body: Body[Options, Result]) -> None:
         self._backend = backend
         self._body = body
-        self._wide = WideBuffers()
+        self._buffers = SharedBuffers()
         self._programs: dict[tuple[int, Options], Program[Result]] = {}
-        """Recorded programs by number of rows and options."""
+        """Recorded programs by number of rows and options. Those used last come last."""
 
     def run(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> Result:
         if x.shape[0] > RECORDED_ROWS_MAX:
@@ -41,11 +41,12 @@ class RecordedPass(Pass[Options, Result]):
 
     def _program(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> Program[Result]:
         key = (x.shape[0], options)
-        program = self._programs.get(key)
+        program = self._programs.pop(key, None)
         if program is None:
-            program = self._programs[key] = self._backend.record(
-                x, groups, self._wide, lambda given: self._body(given, groups, options)
-            )
+            program = self._backend.record(x, groups, self._buffers, lambda given: self._body(given, groups, options))
+            if len(self._programs) >= PROGRAMS_MAX:
+                del self._programs[next(iter(self._programs))]
+        self._programs[key] = program
         return program
 
 

@@ -27,9 +27,8 @@ Result = TypeVar("Result")
 _ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
 _GROUP = struct.Struct("8q")
 _WORD = struct.Struct("q")
-_WIDE_COLUMNS = 8192
-"""Results at least this wide, such as logits, share memory between the programs of a pass."""
-_WIDE_ROWS = 16
+RECORDED_ROWS_MAX = 64
+"""The most rows of a recorded pass. Passes of more rows take so long that the calls from Python do not matter."""
 _METADATA_KEPT = 2
 
 
@@ -109,20 +108,20 @@ class GroupWords(Words):
         )
 
 
-class WideBuffers:
-    """Memory for wide results, shared by all programs of a pass, since only the results of the latest run are valid."""
+class SharedBuffers:
+    """Memory for the intermediate and final results of all programs of a pass, since only the results of the latest run
+    are valid."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def take(self, number: int, rows: int, width: int) -> Tensor:
-        """Returns the memory for a program's wide result with this number."""
-        while len(self._buffers) <= number:
-            self._buffers.append(torch.empty(0))
-        if self._buffers[number].numel() < rows * width:
+        """Returns the memory for a program's buffer of this width that has this number among those of this width."""
+        buffer = self._buffers.get((number, width))
+        if buffer is None or buffer.numel() < rows * width:
             # Room for the largest recorded number of rows: memory that is never written takes no room.
-            self._buffers[number] = torch.empty(max(rows, _WIDE_ROWS) * width)
-        return self._buffers[number][: rows * width].view(rows, width)
+            buffer = self._buffers[number, width] = torch.empty(max(rows, RECORDED_ROWS_MAX) * width)
+        return buffer[: rows * width].view(rows, width)
 
 
 class Replay(NamedTuple):
@@ -136,7 +135,7 @@ class Replay(NamedTuple):
 class Program(Generic[Result]):
     """A recorded pass with all the memory that it uses."""
 
-    def __init__(self, pool: int, x: Tensor, wide: WideBuffers) -> None:
+    def __init__(self, pool: int, x: Tensor, shared: SharedBuffers) -> None:
         self._pool = pool
         self._x = torch.zeros(x.shape, dtype=torch.float32 if x.is_floating_point() else torch.int64)
         """The stand-in for the input while the pass is recorded. An input of another type or layout is copied here."""
@@ -148,15 +147,14 @@ class Program(Generic[Result]):
         """The limit of token ids in the input; None if it holds hidden states."""
         self._entries: list[bytes] = []
         self._kept: list[object] = []
-        self._wide = wide
-        self._wide_count = 0
+        self._shared = shared
         self._buffers: list[tuple[Tensor, weakref.ref[Tensor]]] = []
         self._groups: list[GroupWords] = []
         self._recorded_groups: Sequence[AttentionMetadata] = ()
         self._results: list[Result] = []
         """The result, as the only element, once the pass is recorded."""
         self._list = Words(1)
-        self._lists_after: dict[Program[Any], Words] = {}
+        self._lists_after: weakref.WeakKeyDictionary[Program[Any], Words] = weakref.WeakKeyDictionary()
         """For other programs, the list that runs that program and then this one."""
 
     # ---- recording ---------------------------------------------------------------------------------
@@ -202,19 +200,14 @@ class Program(Generic[Result]):
         free = (buffer for buffer, handed_out in self._buffers if buffer.shape == shape and handed_out() is None)
         buffer = next(free, None)
         if buffer is None:
-            buffer = self._new_buffer(rows, width)
+            number = sum(other.shape[1] == width for other, _handed_out in self._buffers)
+            buffer = self._shared.take(number, rows, width)
             self._kept.append(buffer)
         # A view of its own, so that its deletion is noticed.
         handed_out = buffer.view(shape)
         self._buffers = [pair for pair in self._buffers if pair[0] is not buffer]
         self._buffers.append((buffer, weakref.ref(handed_out)))
         return handed_out
-
-    def _new_buffer(self, rows: int, width: int) -> Tensor:
-        if width < _WIDE_COLUMNS:
-            return torch.empty(rows, width)
-        self._wide_count += 1
-        return self._wide.take(self._wide_count - 1, rows, width)
 
     def copy(self, x: Tensor, out: Tensor) -> None:
         for source, target in zip(x, out, strict=True):

@@ -31,6 +31,7 @@ _SOURCES = (
     "activations",
     "argmax",
     "attention",
+    "batch_rows",
     "compiling",
     "gather",
     "jobs",
