@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.speculative.drafter import ProposeRow
-from outrider.speculative.drafters.ngram import NgramDrafter, NgramIndex
+from outrider.speculative.drafters.ngram import NgramDrafter
 
 
 def searched(tokens: list[int], count: int, shortest: int, longest: int) -> list[int]:
@@ -25,29 +25,32 @@ def searched(tokens: list[int], count: int, shortest: int, longest: int) -> list
     return []
 
 
+def drafts(drafter: NgramDrafter, name: str, tokens: list[int], count: int) -> list[int]:
+    request: Any = SimpleNamespace(id=name, tokens=array("I", tokens))
+    (found,) = drafter.propose([ProposeRow(request, len(tokens) - 1, count)])
+    return found
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_drafts_are_those_of_a_search(seed: int) -> None:
     rng = random.Random(seed)
     shortest = rng.choice((1, 1, 2))
     longest = shortest + rng.randrange(3)
-    index, tokens = NgramIndex(shortest, longest), [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+    drafter, tokens = (
+        NgramDrafter(shortest=shortest, longest=longest),
+        [rng.randrange(3) for _ in range(rng.randrange(1, 6))],
+    )
     for _ in range(20):
         count = rng.randrange(1, 7)
-        assert index.follow(array("I", tokens), count) == searched(tokens, count, shortest, longest)
+        assert drafts(drafter, "a", tokens, count) == searched(tokens, count, shortest, longest)
         # Texts grow by one token or by several; a step may also ask again without any.
         tokens += [rng.randrange(3) for _ in range(rng.randrange(4))]
 
 
 def test_requests_have_texts_of_their_own_and_are_forgotten() -> None:
     drafter = NgramDrafter(shortest=1, longest=2)
-
-    def drafts(name: str, tokens: list[int]) -> list[int]:
-        request: Any = SimpleNamespace(id=name, tokens=array("I", tokens))
-        (found,) = drafter.propose([ProposeRow(request, len(tokens) - 1, 2)])
-        return found
-
-    assert drafts("a", [1, 2, 3, 1]) == [2, 3]
-    assert drafts("b", [1, 7, 8, 1]) == [7, 8]
+    assert drafts(drafter, "a", [1, 2, 3, 1], 2) == [2, 3]
+    assert drafts(drafter, "b", [1, 7, 8, 1], 2) == [7, 8]
     drafter.forget("a")
     drafter.forget("never seen")
-    assert drafts("a", [9, 1, 4, 1]) == [4, 1]
+    assert drafts(drafter, "a", [9, 1, 4, 1], 2) == [4, 1]

@@ -54,6 +54,7 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.models.spec",
     ),
     "outrider.extensions": ("outrider.errors",),
+    "outrider.speculative.lookup": ("outrider.errors", "outrider.kv.checked", "outrider.speculative.lookup"),
     "outrider.sanitizer": (
         "outrider.errors",
         "outrider.kv",
@@ -136,6 +137,7 @@ CORE = (
     "tools.sim",
     "transfer",
     "sanitizer",
+    "speculative.lookup",
     "speculative.registry",
     "models.recipes",
     "proxy.run",
