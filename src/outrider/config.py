@@ -38,11 +38,11 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int | None = None
-    """Most drafts per step and request; fewer are proposed near length limits and under load. None means the number
-    that the drafter was trained for."""
+    """Drafts per step and request; fewer are proposed near length limits. None means that the engine chooses at each
+    step, from none to as many as the drafter was trained for."""
     draft_confidence: float | None = None
     """Drafts are verified only as long as their joint probability, by the drafter, is at least this; 0 verifies all.
-    None means 0 where num_speculative_tokens is given or a GPU verifies, else the value that is fastest on a CPU."""
+    None means 0 where num_speculative_tokens is given; otherwise the engine chooses at each step."""
     draft_vocab_size: int | None = None
     """Number of tokens that may be drafted, the most frequent ones by the drafter's own list; 0 means all tokens, None
     the number that is fastest."""
@@ -53,6 +53,9 @@ class SpeculativeConfig:
     """The drafter's checkpoint, for methods that have one; None means the one that is installed for the target."""
     num_hidden_layers: int | None = None
     """Number of layers of the draft model's checkpoint to use; None means all."""
+    lookup: bool | None = None
+    """Whether drafts are also looked up, in the request's own text and in finished texts with the same cache salt. None
+    means yes unless num_speculative_tokens or draft_confidence is given, which fix how much is drafted."""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
 
@@ -69,6 +72,13 @@ class SpeculativeConfig:
             isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence < 1
         ):
             raise ConfigError(f"speculative_config: draft_confidence must lie in [0, 1), got {confidence!r}")
+        if self.lookup is not None and not isinstance(self.lookup, bool):
+            raise ConfigError(f"speculative_config: lookup must be true or false, got {self.lookup!r}")
+        if self.lookup and not self.chooses:
+            raise ConfigError(
+                "speculative_config: lookup needs an engine that chooses how much to draft; leave "
+                "num_speculative_tokens and draft_confidence out, or lookup"
+            )
         if self.pack_weights is not None and not isinstance(self.pack_weights, bool):
             raise ConfigError(f"speculative_config: pack_weights must be true or false, got {self.pack_weights!r}")
         if self.model is not None and not isinstance(self.model, str):
@@ -78,6 +88,11 @@ class SpeculativeConfig:
                 f"speculative_config: prompt_lookup_min ({self.prompt_lookup_min}) must not exceed "
                 f"prompt_lookup_max ({self.prompt_lookup_max})"
             )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the engine chooses at each step how much is drafted and verified: nothing fixes it."""
+        return self.num_speculative_tokens is None and self.draft_confidence is None
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:

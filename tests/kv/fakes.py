@@ -38,7 +38,7 @@ def drafter(
     slot_bytes: int = 1,
     max_len: int | None = None,
     fingerprint: str = "",
-    block_rows: int = 0,
+    block_sizes: tuple[int, ...] = (),
 ) -> KVFootprint:
     """The footprint that an archetype declares; one full draft group unless told otherwise."""
     declared = ARCHETYPES[archetype]
@@ -48,7 +48,7 @@ def drafter(
         taps=(1, 2) if declared.reads_taps else (),
         max_len=max_len,
         fingerprint=fingerprint,
-        block_rows=block_rows,
+        block_sizes=block_sizes,
     )
     return declared.declare(archetype, shape)
 

@@ -95,7 +95,7 @@ def test_everything_that_a_step_writes_is_reserved(archetype: str, k: int) -> No
 @pytest.mark.parametrize("k", NUMBERS)
 def test_a_block_of_few_drafts_has_the_rows_it_was_trained_with(k: int) -> None:
     """Everything that a block costs and writes follows from its rows, not from what is taken of it."""
-    footprint, rows = drafter("block_from_taps", block_rows=6), max(k + 1, 6)
+    footprint, rows = drafter("block_from_taps", block_sizes=(6,)), max(k + 1, 6)
     assert footprint.passes(k) == 1
     assert footprint.query_len(k) == footprint.draft_rows(k) == rows
     assert footprint.scratch_ahead(k) == footprint.slots_written(k) == rows
@@ -104,7 +104,7 @@ def test_a_block_of_few_drafts_has_the_rows_it_was_trained_with(k: int) -> None:
 
 
 def test_a_block_ends_at_the_drafters_limit() -> None:
-    footprint = drafter("block_from_taps", max_len=100, block_rows=6)
+    footprint = drafter("block_from_taps", max_len=100, block_sizes=(6,))
     for v, k, rows in ((93, 3, 6), (94, 3, 6), (95, 3, 5), (96, 3, 4), (97, 2, 3), (98, 1, 2), (99, 0, 0)):
         assert footprint.fit(k=3, v=v, max_model_len=4096, remaining_tokens=9) == k
         assert footprint.scratch(v, k).size == rows
@@ -115,7 +115,7 @@ def test_a_block_ends_at_the_drafters_limit() -> None:
 @pytest.mark.parametrize("max_len", [None, 100, 200])
 def test_no_block_reaches_past_the_models_limit(max_len: int | None) -> None:
     """Where the memory allows less than drafter and model would, nothing shortens a block: it is not begun."""
-    footprint = drafter("block_from_taps", max_len=max_len, block_rows=6)
+    footprint = drafter("block_from_taps", max_len=max_len, block_sizes=(6,))
     found = [footprint.fit(k=3, v=v, max_model_len=100, remaining_tokens=9) for v in range(93, 99)]
     assert found == ([3, 3, 3, 3, 2, 1] if max_len == 100 else [3, 3, 0, 0, 0, 0])
 
@@ -219,8 +219,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("a block that keeps", IN_BLOCKS | {"keeps_accepted": True}, ("masks", "keeps_accepted=False")),
     ("taps and keeps", FROM_TAPS | {"keeps_accepted": True}, ("taps", "keeps_accepted=False")),
     ("a block without the bonus slot", IN_BLOCKS | {"scratch_extra": 0}, ("scratch_ahead(1)", "raise scratch_extra")),
-    ("rows of a block in a chain", FROM_TAPS | {"block_rows": 4}, ("block_rows is 4", "blocks")),
-    ("fewer rows than none", IN_BLOCKS | {"block_rows": -1}, ("block_rows", "-1")),
+    ("rows of a block in a chain", FROM_TAPS | {"block_sizes": (4,)}, ("block_sizes are (4,)", "blocks")),
+    ("fewer rows than none", IN_BLOCKS | {"block_sizes": (-1,)}, ("block_sizes", "-1")),
     ("passes without groups", {"proposing": Proposing.CHAIN}, ("chain", "declare the groups")),
     ("a block without groups", {"proposing": Proposing.BLOCK}, ("block", "declare the groups")),
     ("heads with groups", ON_HEADS | {"groups": GROUPS}, ("heads reads and writes no KV", "drop the groups")),
@@ -230,7 +230,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (f"{field} without groups", {"proposing": Proposing.LOOKUP, field: value}, (field, "no groups"))
     for field, value in {
         "scratch_extra": 1,
-        "block_rows": 1,
+        "block_sizes": (1,),
         "durable_lead": 1,
         "token_reach": 1,
         "taps": (3,),

@@ -165,7 +165,7 @@ def test_without_a_number_the_drafter_makes_as_many_drafts_as_it_was_trained_for
     case.save(tmp_path, target)
     drafter = case.load(tmp_path, target, settings_for(target, page_tokens=8))
     by_itself = engine_over(drafter, target, case.method)
-    assert by_itself.k == drafter.default_k == drafter.footprint.block_rows - 1
+    assert by_itself.k == drafter.default_k == drafter.footprint.block_sizes[-1] - 1
     assert by_itself.runner.least_confidence == by_itself.runner.backend.draft_confidence
     told = engine_over(drafter, target, case.method, num_speculative_tokens=2)
     assert (told.k, told.runner.least_confidence) == (2, 0.0)

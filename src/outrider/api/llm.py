@@ -14,6 +14,7 @@ from outrider.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from outrider.engine.step_costs import know_costs
 from outrider.errors import RequestError
 from outrider.models.resolve import DEFAULT_MODEL
 from outrider.sampling import SamplingParams
@@ -52,6 +53,7 @@ class LLM:
             **settings,
         )
         self.engine = build_engine(config, progress=progress)
+        know_costs(self.engine, progress)
 
     @classmethod
     def over(cls, engine: Engine) -> LLM:

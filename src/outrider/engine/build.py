@@ -14,7 +14,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
 from outrider.engine.transfers import EngineTransfers, check_transfer_config, load_failure_of, role_of
 from outrider.errors import ConfigError
-from outrider.kv.footprint import NO_DRAFTER
+from outrider.kv.footprint import NO_DRAFTER, KVFootprint, Proposing
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
 from outrider.kv.prefix import CacheIdentity
@@ -26,7 +26,9 @@ from outrider.runner.runner import Runner
 from outrider.sanitizer import Mode, Sanitizer
 from outrider.sanitizer.checksums import Checksums
 from outrider.scheduler import Scheduler, SchedulerConfig
+from outrider.scheduler.pacing.pacer import Pacer
 from outrider.speculative.drafter import Drafter
+from outrider.speculative.lookup import Lookup, LookupConfig
 from outrider.speculative.registry import load_drafter
 from outrider.speculative.settings import DrafterSettings
 from outrider.structured.grammars import Grammars, is_installed
@@ -34,6 +36,8 @@ from outrider.structured.tokens import token_table
 
 CACHED_TEXTS = 64
 """Number of texts of the longest length, running or cached, that the default KV memory has room for."""
+MOST_LOOKED_UP = 15
+"""Most drafts that are looked up for a request and a step. They cost no pass, only the rows that verify them."""
 PAGE_LAYOUT = "layer, key or value, head, slot"
 """The order of a page's dimensions. Page sizes are not part of it: peers may differ in them."""
 
@@ -101,7 +105,7 @@ def build_engine(
     room = longest_text(alone, unsized(alone, **settings), k=0, budget_bytes=kv_budget_bytes(config, backend))
     limit = limit if config.max_model_len is not None else room
     decoder = Decoder(model.spec, model.parameters, backend, max_position=min(limit, room))
-    speculation, k, least_confidence = config.speculative_config, 0, 0.0
+    speculation, k, least_confidence, pacer, lookup = config.speculative_config, 0, 0.0, None, None
     if speculation is not None:
         k = speculation.num_speculative_tokens or 0
         if k >= limit:
@@ -130,12 +134,19 @@ def build_engine(
             with backend.exclusive_threads():
                 drafter = load_drafter(speculation, drafter_settings)
         k = k or min(drafter.default_k, limit - 1)
-        least_confidence = _least_confidence(speculation, backend)
-    if drafter is not None and 0 < drafter.footprint.block_rows > config.max_num_batched_tokens - 2:
+        least_confidence = float(speculation.draft_confidence or 0.0)
+        if speculation.chooses:
+            lookup = _lookup(speculation, drafter)
+            pacer = Pacer(
+                drafter.footprint,
+                sizes=() if drafter.lookup is not None else _sizes(drafter.footprint, k),
+                lookup=0 if lookup is None else min(MOST_LOOKED_UP, limit - 1),
+            )
+    if drafter is not None and drafter.footprint.query_len(1) > config.max_num_batched_tokens - 2:
         raise ConfigError(
             f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
-            f"{drafter.footprint.name}: its blocks have {drafter.footprint.block_rows} rows, and a draft takes two to "
-            "verify; raise max_num_batched_tokens"
+            f"{drafter.footprint.name}: its blocks have {drafter.footprint.query_len(1)} rows, and a draft takes two "
+            "to verify; raise max_num_batched_tokens"
         )
     layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)
     kv_config = _kv_config(config, model, layout, limit, k, backend, dtype)
@@ -154,6 +165,7 @@ def build_engine(
             load_failure=load_failure_of(config.kv_transfer_config),
         ),
         manager,
+        pacer=pacer,
     )
     runner = Runner(
         decoder,
@@ -164,6 +176,8 @@ def build_engine(
         kv_dtype=kv_dtype,
         sanitizer=sanitizer,
         least_confidence=least_confidence,
+        calibration=None if pacer is None else pacer.calibration,
+        lookup=lookup,
     )
     if sanitizer is not None and config.sanitizer_level == "bytes":
         sanitizer.checksums = Checksums(runner.store.page_bytes)
@@ -185,12 +199,16 @@ def build_engine(
     return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars, transfers=transfers)
 
 
-def _least_confidence(speculation: SpeculativeConfig, backend: Backend) -> float:
-    """Returns the least joint probability with which drafts are verified."""
-    if speculation.draft_confidence is not None:
-        return float(speculation.draft_confidence)
-    # A number of drafts that the user names is meant as that number.
-    return backend.draft_confidence if speculation.num_speculative_tokens is None else 0.0
+def _lookup(speculation: SpeculativeConfig, drafter: Drafter) -> Lookup | None:
+    """Returns what finds drafts beside the drafter, or in its place if that is all it does."""
+    return None if speculation.lookup is False else Lookup(drafter.lookup or LookupConfig())
+
+
+def _sizes(footprint: KVFootprint, most: int) -> tuple[int, ...]:
+    """Returns the numbers of drafts among which a pacer chooses: where fewer drafts take less time."""
+    if footprint.proposing is Proposing.CHAIN:
+        return tuple(range(1, most + 1))
+    return tuple(sorted({most, *(rows - 1 for rows in footprint.block_sizes if 1 < rows <= most)}))
 
 
 def _kv_config(

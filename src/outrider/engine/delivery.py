@@ -152,6 +152,7 @@ class Delivery:
             return
         stopped = continuation.take(tokens, origins, logprobs, update.finish)
         if stopped or update.finish is not None:
+            self._runner.drafting.finish(update.sequence_id, live.salt, continuation.output.tokens)
             self._live.drop(update.sequence_id)
 
     def _hand_over(

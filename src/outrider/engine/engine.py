@@ -31,6 +31,7 @@ from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import BusyError, RequestError
 from outrider.grammar import Grammar
+from outrider.kv.checked import whole_number
 from outrider.models.load import LoadedModel
 from outrider.runner.request import RunningRequest
 from outrider.runner.runner import Runner
@@ -38,6 +39,7 @@ from outrider.runner.sampler import RequestSampling
 from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.scheduler import RequestSpec, Scheduler
+from outrider.scheduler.pacing.costs import StepTimes
 from outrider.scheduler.plan import StepPlan
 from outrider.structured.grammars import Grammars
 from outrider.structured.matcher import Matcher
@@ -82,6 +84,8 @@ class Engine:
         self.model = model
         self.scheduler = scheduler
         self.runner = runner
+        self.pacer = scheduler.pacer
+        """None if the number of drafts is fixed."""
         self.sanitizer = sanitizer
         self.k = k
         self.grammars = grammars
@@ -153,6 +157,11 @@ class Engine:
         if self.transfers is not None:
             self.transfers.close()
 
+    @property
+    def live_requests(self) -> list[LiveRequest]:
+        """The requests that have not ended."""
+        return list(self._live.requests.values())
+
     def output(self, request_id: str) -> RequestOutput:
         """Returns the result of a request that has not ended: a live object, which grows."""
         return self._live.requests[request_id].output
@@ -170,13 +179,16 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         speculate: bool = True,
+        num_speculative_tokens: int | None = None,
         hand_over: bool = False,
         ticket: str | None = None,
         compute_prompt: bool = False,
     ) -> None:
         """Queue a request, or refuse it with the reason; no other request is affected.
 
-        Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing. With `hand_over` it ends
+        Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing. With
+        `num_speculative_tokens` so many drafts are proposed and verified at each of its steps, where the engine would
+        choose. With `hand_over` it ends
         with its first token, and its KV is held for a decode worker, which the output's `ticket` leads to it. With such
         a `ticket` it starts from the KV that a prefill worker holds. With `compute_prompt` even a decode worker under
         the policy `fail` computes a prompt without one.
@@ -205,6 +217,7 @@ class Engine:
                     "computes no prompts (kv_load_failure_policy fail); leave prompt_logprobs out, or send the request "
                     "to a worker that computes prompts"
                 )
+        fixed_k = self._fixed_k(request_id, num_speculative_tokens)
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live.requests:
@@ -244,7 +257,8 @@ class Engine:
             sequence_ids=tuple(continuation.sequence_id for continuation in continuations),
             prompt=tokens,
             max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
-            k=self.k if speculate else 0,
+            k=0 if not speculate else self.k if fixed_k is None else fixed_k,
+            fixed_k=fixed_k is not None,
             priority=priority,
             stop_tokens=frozenset(
                 params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *self.model.eos_ids)
@@ -274,6 +288,29 @@ class Engine:
             self._live.drop_all(live)
             self._live.requests.pop(request_id, None)
             raise
+
+    def _fixed_k(self, request_id: str, wanted: int | None) -> int | None:
+        """Returns the number of drafts that a request asks for, or refuses it."""
+        if wanted is None:
+            return None
+        whole_number(
+            wanted,
+            f"request {request_id!r}: num_speculative_tokens",
+            at_least=0,
+            advice="0 turns drafting off",
+            error=RequestError,
+        )
+        if wanted and not self.k:
+            raise RequestError(
+                f"request {request_id!r}: num_speculative_tokens is {wanted}, but this engine has no drafter; leave it "
+                "out, or start the engine with a speculative_config"
+            )
+        if wanted > self.k:
+            raise RequestError(
+                f"request {request_id!r}: num_speculative_tokens is {wanted}, but this engine drafts at most {self.k} "
+                "tokens per step; ask for that many or fewer"
+            )
+        return wanted
 
     def _matcher(self, request_id: str, params: SamplingParams, grammar: Grammar) -> Matcher:
         if self.grammars is None:
@@ -322,6 +359,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; requests that run keep what they hold."""
         self.scheduler.kv.reset_cache()
+        self.runner.drafting.forget_finished()
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -333,7 +371,7 @@ class Engine:
         with the next step.
         """
         self._abort_pending()
-        plan = None
+        plan, started_s = None, time.perf_counter()
         try:
             changed = self._delivery.take_answers()
             plan, planned_s = self.scheduler.schedule(), time.monotonic()
@@ -344,6 +382,10 @@ class Engine:
             updates = self.scheduler.commit(plan, result.verdict)
             self._delivery.note_transfers()
             changed |= self._delivery.hand_out(plan, result, updates, planned_s)
+            if self.pacer is not None and result.work is not None:
+                work, total_s = result.work, time.perf_counter() - started_s
+                times = StepTimes(work.target_s, work.draft_s, total_s)
+                self.pacer.observe(work.shape, times, tokens=sum(len(update.tokens) for update in updates))
             return list(changed.values())
         except BaseException as error:
             self._abandon(plan, error)

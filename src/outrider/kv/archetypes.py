@@ -27,8 +27,8 @@ class DrafterShape:
     taps: tuple[int, ...] = ()
     max_len: int | None = None
     fingerprint: str = ""
-    block_rows: int = 0
-    """Rows of a block as it was trained, for drafters that propose in blocks."""
+    block_sizes: tuple[int, ...] = ()
+    """Numbers of rows in the blocks that it was trained with, for drafters that propose in blocks."""
 
 
 def nothing(name: str, shape: DrafterShape) -> KVFootprint:
@@ -57,7 +57,7 @@ def chain_from_taps(name: str, shape: DrafterShape) -> KVFootprint:
 
 
 def block_from_taps(name: str, shape: DrafterShape) -> KVFootprint:
-    traits = {"scratch_extra": 1, "block_rows": shape.block_rows}
+    traits = {"scratch_extra": 1, "block_sizes": shape.block_sizes}
     return _declared(name, shape, Proposing.BLOCK, groups=shape.groups, taps=shape.taps, **traits)
 
 

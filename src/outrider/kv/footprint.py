@@ -60,7 +60,7 @@ class Proposing(Enum):
     CHAIN = "chain"
     """k passes of one row; each but the first consumes the draft before it."""
     BLOCK = "block"
-    """One pass over the last sampled token and k masks, or more: see block_rows."""
+    """One pass over the last sampled token and k masks, or more: see block_sizes."""
     HEADS = "heads"
     """One product over the target's hidden state at the last accepted token: all k drafts at once, and no KV."""
 
@@ -80,9 +80,9 @@ class KVFootprint:
     groups: tuple[GroupSpec, ...] = ()
     scratch_extra: int = 0
     """scratch_ahead(k) = k + scratch_extra for a drafter with groups."""
-    block_rows: int = 0
-    """Least number of rows in a block, however few drafts are wanted: the masks were trained in blocks of this size.
-    A block ends at the drafter's limit where that is nearer."""
+    block_sizes: tuple[int, ...] = ()
+    """Numbers of rows in the blocks that the masks were trained in, ascending. A block has the fewest of them that hold
+    the drafts wanted, or as many rows as these take. It ends at the drafter's limit where that is nearer."""
     durable_lead: int = 0
     """How far past v the durable slots end: 1 for a drafter that consumes the last sampled token itself."""
     token_reach: int = 0
@@ -106,7 +106,11 @@ class KVFootprint:
         for tap in self.taps:
             advice = "it is the number of a target layer"
             whole_number(tap, f"{self.name}: each of taps", at_least=0, advice=advice, error=FootprintError)
-        for field in ("scratch_extra", "block_rows", "durable_lead", "token_reach"):
+        for rows in self.block_sizes:
+            whole_number(rows, f"{self.name}: each of block_sizes", at_least=1, error=FootprintError)
+        if list(self.block_sizes) != sorted(set(self.block_sizes)):
+            raise FootprintError(f"{self.name}: block_sizes must ascend, got {self.block_sizes}")
+        for field in ("scratch_extra", "durable_lead", "token_reach"):
             whole_number(getattr(self, field), f"{self.name}: {field}", at_least=0, error=FootprintError)
         if self.max_len is not None:
             whole_number(self.max_len, f"{self.name}: max_len", at_least=1, error=FootprintError)
@@ -148,8 +152,8 @@ class KVFootprint:
                 f"{self.name}: a block is written from masks, so accepted drafts leave nothing to keep; "
                 "declare keeps_accepted=False"
             )
-        if self.block_rows and self.proposing is not Proposing.BLOCK:
-            raise FootprintError(f"{self.name}: block_rows is {self.block_rows}, but it does not propose in blocks")
+        if self.block_sizes and self.proposing is not Proposing.BLOCK:
+            raise FootprintError(f"{self.name}: block_sizes are {self.block_sizes}, but it does not propose in blocks")
         if self.keeps_accepted and self.taps:
             raise FootprintError(
                 f"{self.name}: scratch is written without the target's taps, so it cannot be kept; "
@@ -165,7 +169,7 @@ class KVFootprint:
     def _check_without_groups(self) -> None:
         owns_kv = {
             "scratch_extra": self.scratch_extra,
-            "block_rows": self.block_rows,
+            "block_sizes": self.block_sizes,
             "durable_lead": self.durable_lead,
             "token_reach": self.token_reach,
             "taps": self.taps if self.proposing is not Proposing.HEADS else (),
@@ -189,6 +193,10 @@ class KVFootprint:
             raise FootprintError(f"{self.name}: k must be a whole number of at least 0, got {k!r}; 0 proposes nothing")
         return k > 0 and bool(self.groups)
 
+    def _block_rows(self, k: int) -> int:
+        """Number of rows in a block that proposes k."""
+        return next((rows for rows in self.block_sizes if rows > k), k + 1)
+
     def passes(self, k: int) -> int:
         """Number of the drafter's forward passes that propose k tokens."""
         if not self._writes_scratch(k):
@@ -199,7 +207,7 @@ class KVFootprint:
         """Number of rows in each of these passes."""
         if not self._writes_scratch(k):
             return 1 if self.proposing is Proposing.HEADS and k > 0 else 0
-        return 1 if self.proposing is Proposing.CHAIN else max(k + 1, self.block_rows)
+        return 1 if self.proposing is Proposing.CHAIN else self._block_rows(k)
 
     def draft_rows(self, k: int) -> int:
         """Number of rows that proposing k adds to a step; they count against the token budget."""
@@ -209,14 +217,14 @@ class KVFootprint:
         """Number of slots at and past v that must be reserved to propose k."""
         if not self._writes_scratch(k):
             return 0
-        return max(k + self.scratch_extra, self.block_rows)
+        return max(k + self.scratch_extra, self._block_rows(k) if self.proposing is Proposing.BLOCK else 0)
 
     def slots_written(self, k: int) -> int:
         """Number of slots at and past v that proposing k writes, the durable lead included."""
         if not self._writes_scratch(k):
             return 0
         if self.proposing is Proposing.BLOCK:
-            return max(k + 1, self.block_rows)
+            return self._block_rows(k)
         return self.durable_lead + k - 1
 
     def scratch(self, v: int, k: int) -> Interval:
@@ -280,9 +288,9 @@ class KVFootprint:
         k = min(k, max_model_len - v - 1, remaining_tokens - 1)
         if self.max_len is not None and self.groups:
             k = min(k, self.max_len - v - self.scratch_extra)
-        if self.block_rows and k > 0 and self.scratch(v, k).end > max_model_len:
+        while self.block_sizes and k > 0 and self.scratch(v, k).end > max_model_len:
             # A block ends at the drafter's own limit, but nothing shortens it to the model's.
-            return 0
+            k -= 1
         return max(0, k)
 
 

@@ -18,8 +18,10 @@ class RunningRequest:
         "forks",
         "id",
         "joint_probabilities",
+        "probabilities",
         "prompt_logprobs",
         "record",
+        "salt",
         "sampling",
         "table_row",
         "tokens",
@@ -35,6 +37,7 @@ class RunningRequest:
     ) -> None:
         self.record = record
         self.id = record.id
+        self.salt = record.spec.salt
         self.tokens = record.tokens
         """The record's own array. While a step runs, the tokens that it sampled are at the end: see `extend`."""
         self.sampling = sampling
@@ -48,6 +51,8 @@ class RunningRequest:
         self.joint_probabilities: list[float] = []
         """For each draft so far, the probability that it and all before it are accepted; empty where the drafter
         gives none."""
+        self.probabilities: list[float] = []
+        """For each draft so far, the drafter's probability that it is accepted if all before it are."""
         self.table_row = -1
         """The sequence's row in the block tables."""
         self._worth_asking: int | None = None
@@ -78,7 +83,7 @@ class RunningRequest:
 
     def begin_drafting(self, k: int = 0) -> None:
         """Forgets the last drafts; at most `k` new ones are wanted."""
-        self.drafts, self.joint_probabilities = [], []
+        self.drafts, self.joint_probabilities, self.probabilities = [], [], []
         matcher = self.sampling.matcher
         self.forced = [] if matcher is None else matcher.forced(k)
 
@@ -99,9 +104,16 @@ class RunningRequest:
         """Returns the token that the grammar dictates as the draft with this number, or None if it leaves a choice."""
         return self.forced[place] if place < len(self.forced) else None
 
-    def drafted(self, probability: float) -> None:
-        """Note the probability of the next draft, given that those before it are accepted."""
-        self.joint_probabilities.append(self.confidence * probability)
+    def drafted(self, probability: float, corrected: float) -> None:
+        """Note the probability of the next draft, given that those before it are accepted: by the drafter, and
+        corrected by what was accepted so far."""
+        self.probabilities.append(probability)
+        self.joint_probabilities.append(self.confidence * corrected)
+
+    def allowed(self, drafts: list[int]) -> list[int]:
+        """Returns the drafts up to the first that the request's grammar forbids."""
+        matcher = self.sampling.matcher
+        return drafts if matcher is None else drafts[: matcher.count_allowed(drafts)]
 
     @property
     def confidence(self) -> float:
@@ -122,8 +134,7 @@ class RunningRequest:
             # dictates.
             asked, likely = asked - len(self.forced), likely - len(self.forced)
             self._worth_asking = likely + 1 if likely < asked else 2 * asked + 1
-        if self.sampling.matcher is not None:
-            # A look-up, or a vocabulary without any token that the grammar allows here, may propose forbidden tokens.
-            drafts = drafts[: self.sampling.matcher.count_allowed(drafts)]
+        # A look-up, or a vocabulary without any token that the grammar allows here, may propose forbidden tokens.
+        drafts = self.allowed(drafts)
         # A drafter that looks its drafts up does not know what the grammar dictates.
         self.drafts = drafts if drafts[: len(self.forced)] == self.forced else self.forced

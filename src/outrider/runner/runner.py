@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Argmax, Backend
+from outrider.backends.base import Backend
 from outrider.backends.batch import Batch, Span
 from outrider.errors import OutriderError
-from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.models.decoder import Decoder, DecoderOutput
 from outrider.models.kv_groups import LayerGroups
+from outrider.runner.drafting import DraftedStep, Drafting
 from outrider.runner.logprobs import ROWS_AT_ONCE
 from outrider.runner.page_store import PageStore
 from outrider.runner.request import RunningRequest
@@ -23,20 +23,12 @@ from outrider.runner.sampler import FAILED, Sampler, SampleRow, TokenLogprobs, t
 from outrider.runner.tables import BlockTables, SequenceTables
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.watch import StepWatch
+from outrider.scheduler.pacing.costs import StepShape
+from outrider.scheduler.pacing.worth import Calibration
 from outrider.scheduler.plan import ScheduledRequest, StepPlan, Verdict
-from outrider.speculative.drafter import (
-    DraftedRequest,
-    Drafter,
-    DraftServices,
-    DrawRow,
-    FeedRow,
-    ProposeRow,
-    checked_proposals,
-)
+from outrider.speculative.drafter import Drafter
+from outrider.speculative.lookup import Lookup
 from outrider.speculative.verify import accept
-from outrider.speculative.vocabulary import DraftVocabulary
-
-logger = logging.getLogger("outrider.engine")
 
 
 class StepResult(NamedTuple):
@@ -48,6 +40,18 @@ class StepResult(NamedTuple):
     """(position, …) of prompt tokens, as their rows ran."""
     failed: dict[str, OutriderError]
     """By sequence id: why no token could be chosen. A RequestError means that the request's own settings forbid all."""
+    work: StepWork | None = None
+    """None for a step without rows."""
+
+
+class StepWork(NamedTuple):
+    """What a step had to do, and how long the runner took for it."""
+
+    shape: StepShape
+    target_s: float
+    """Running the target, and sampling from it."""
+    draft_s: float
+    """Feeding the drafter, and having it propose."""
 
 
 class SampledRows(NamedTuple):
@@ -80,13 +84,14 @@ class Runner:
         kv_dtype: torch.dtype,
         sanitizer: Sanitizer | None = None,
         least_confidence: float = 0.0,
+        calibration: Calibration | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
         """`least_confidence`: drafts are verified only while their joint probability, by the drafter's own estimate, is
-        at least this; 0 verifies all of them."""
-        self.least_confidence = least_confidence
+        at least this; 0 verifies all of them. `calibration` corrects these estimates for requests whose drafts a pacer
+        chooses, and `lookup` finds further drafts for them."""
         self.backend: Backend = target.backend
         self.device = self.backend.device
-        self._drafter = drafter
         self._layout = layout
         self._footprint = layout.footprint
         self.requests: dict[str, RunningRequest] = {}
@@ -102,30 +107,27 @@ class Runner:
         self._target = target.bind(self.store.layers(target_groups, 0), target_groups)
         self._sampler = Sampler(target.spec.vocab_size, self.backend)
         self._watch = StepWatch(layout, sanitizer, SequenceTables(self._tables)) if sanitizer is not None else None
+        self.drafting = Drafting(
+            drafter,
+            layout,
+            self.requests,
+            self._sampler,
+            watch=self._watch,
+            least_confidence=least_confidence,
+            calibration=calibration,
+            lookup=lookup,
+        )
         if drafter is not None:
             groups = layout.draft_groups
             kv = self.store.layers(drafter.layer_groups, groups.start) if drafter.layer_groups is not None else ()
-            drafter.bind(
-                DraftServices(
-                    batches=self._batches,
-                    groups=groups,
-                    kv=kv,
-                    draw=self._draw,
-                    worth_going_on=self._worth_going_on,
-                )
-            )
+            self.drafting.bind(self._batches, kv)
 
     def add(self, request: RunningRequest) -> None:
         self.requests[request.id] = request
 
     def forget(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
-        if self._drafter is not None:
-            try:
-                self._drafter.forget(request_id)
-            # A drafter may come from another package. What it fails to forget is its own; requests end all the same.
-            except Exception:
-                logger.exception("the drafter %r failed to forget request %r", self._footprint.name, request_id)
+        self.drafting.forget(request_id)
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -143,18 +145,33 @@ class Runner:
             return result
         for row in plan.scheduled:
             self.requests[row.sequence_id].table_row = self._tables.row_of(row.sequence_id)
+        started_s = perf_counter()
         batch = self._target_batch(plan.scheduled)
         sampled = self._sampled_rows(plan.scheduled, batch.first_rows)
         output = self._target.forward(batch, taps=self._footprint.taps, scored=sampled.contiguous)
         tokens, forks = self._sample(plan.scheduled, batch.first_rows, sampled, output, result)
         ends = self._append(plan.scheduled, tokens)
-        feeds = self._feeds(plan.scheduled, batch.first_rows, ends, tokens)
-        proposed = self._propose(plan.scheduled, batch.first_rows, ends, tokens, feeds, output.taps)
+        targeted_s = perf_counter()
+        drafted = self.drafting.run(plan, batch.first_rows, ends, tokens, output.taps)
+        work = StepWork(self._shape(plan, len(batch.token_ids), drafted), targeted_s - started_s, drafted.drafter_s)
         for row, new in zip(plan.scheduled, tokens, strict=True):
             if new:
                 self.requests[row.sequence_id].retract(row.known)
-        verdict = Verdict(step=plan.step, tokens=tuple(tokens), proposed=proposed, fork_tokens=forks)
-        return result._replace(verdict=verdict)
+        verdict = Verdict(
+            step=plan.step,
+            tokens=tuple(tokens),
+            proposed=drafted.proposed,
+            proposals=drafted.proposals,
+            fork_tokens=forks,
+        )
+        return result._replace(verdict=verdict, work=work)
+
+    def _shape(self, plan: StepPlan, rows: int, drafted: DraftedStep) -> StepShape:
+        keys = prompt_rows = 0
+        for row in plan.scheduled:
+            keys += row.num_rows * row.end
+            prompt_rows += row.num_rows + row.tap_rows - (row.drafts + 1 if row.samples else 0)
+        return StepShape(len(plan.scheduled), rows, keys, drafted.fed, drafted.passes, prompt_rows)
 
     def _target_batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
         spans = []
@@ -275,109 +292,3 @@ class Runner:
                 self._watch.accepted(row, v)
             ends.append(v)
         return ends
-
-    # ---- the drafter -------------------------------------------------------------------------------
-
-    def _feeds(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        first_rows: Sequence[int],
-        ends: Sequence[int],
-        tokens: Sequence[tuple[int, ...]],
-    ) -> list[FeedRow]:
-        """Returns the durable slots that the drafter has to write for newly committed tokens, whatever k is."""
-        feeds: list[FeedRow] = []
-        for row, first, v, new in zip(scheduled, first_rows, ends, tokens, strict=True):
-            if not row.feeds:
-                continue
-            fed = self._footprint.feed(
-                durable_end=row.draft_end, v=v, accepted=max(0, len(new) - 1), proposed=row.proposed
-            )
-            kept = Interval(row.draft_end, fed.start)
-            if row.feed_to is not None:
-                fed = Interval(fed.start, min(fed.end, row.feed_to))
-            if self._watch is not None:
-                self._watch.feed(row, kept, fed)
-            if not fed.empty:
-                taps_at = first + fed.start - row.first_position
-                feeds.append(FeedRow(self.requests[row.sequence_id], fed, taps_at, row.propose > 0))
-        return feeds
-
-    def _propose(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        first_rows: Sequence[int],
-        ends: Sequence[int],
-        tokens: Sequence[tuple[int, ...]],
-        feeds: Sequence[FeedRow],
-        taps: Tensor,
-    ) -> tuple[int, ...]:
-        """Feeds the drafter, and has it propose drafts for the next step. Returns how many each request got."""
-        wanted: list[ProposeRow] = []
-        for row, first, v, new in zip(scheduled, first_rows, ends, tokens, strict=True):
-            request = self.requests[row.sequence_id]
-            # A request that has just ended needs no drafts.
-            k = row.propose if request.record.spec.stop_tokens.isdisjoint(new) else 0
-            request.begin_drafting(k)
-            if k and len(request.forced) == k and not self._footprint.keeps_accepted:
-                request.propose([], self.least_confidence)
-            elif k:
-                if self._footprint.passes(k) == 1:
-                    # A chain of passes ends by itself where it is unsure; a block is paid for as a whole.
-                    k = request.worth_asking(k)
-                tap_row = first + v - 1 - row.first_position if self._footprint.taps else None
-                wanted.append(ProposeRow(request, v, k, tap_row))
-        if feeds or wanted:
-            assert self._drafter is not None
-            found = self._drafter.step(feeds, taps, wanted)
-            proposals = checked_proposals(self._footprint.name, found, wanted, vocab_size=self._sampler.vocab_size)
-            for row_wanted, proposal in zip(wanted, proposals, strict=True):
-                name = row_wanted.request.id
-                self.requests[name].propose(proposal.drafts, self.least_confidence, proposal.probabilities)
-                if self._watch is not None and self._footprint.groups:
-                    self._watch.propose_reads(name, row_wanted.v)
-                    self._watch.propose_writes(name, row_wanted.v, proposal.drafts)
-        return tuple(len(self.requests[row.sequence_id].drafts) for row in scheduled)
-
-    def _draw(
-        self,
-        logits: Tensor,
-        rows: Sequence[DrawRow],
-        vocabulary: DraftVocabulary,
-        argmax: Argmax | None = None,
-    ) -> list[int]:
-        """Draws drafts with the target's processors and noise, so that they agree as often as they can. `argmax`: that
-        of the logits, where it is known already."""
-        if argmax is None:
-            argmax = self.backend.argmax(logits)
-        if self.least_confidence:
-            for row, probability in zip(rows, argmax.probabilities(), strict=True):
-                request = self.requests[row.request.id]
-                request.drafted(probability if request.dictated(len(row.before)) is None else 1.0)
-        if vocabulary.target_ids is not None:
-            if all(self.requests[row.request.id].sampling.plain for row in rows):
-                return vocabulary.ids(argmax.read()[0])
-        dictated = [self.requests[row.request.id].dictated(len(row.before)) for row in rows]
-        free = [number for number, token in enumerate(dictated) if token is None]
-        if len(free) == len(rows):
-            return self._draw_free(logits, rows, vocabulary, argmax)
-        drawn: Iterator[int] = iter(())
-        if free:
-            free_logits = logits[torch.tensor(free, device=self.device)]
-            free_rows = [rows[number] for number in free]
-            drawn = iter(self._draw_free(free_logits, free_rows, vocabulary, self.backend.argmax(free_logits)))
-        return [next(drawn) if token is None else token for token in dictated]
-
-    def _draw_free(
-        self, logits: Tensor, rows: Sequence[DrawRow], vocabulary: DraftVocabulary, argmax: Argmax
-    ) -> list[int]:
-        """Draws the drafts that no grammar dictates."""
-        draws = [self.requests[row.request.id].sampling.row_after(row.position, row.before) for row in rows]
-        if vocabulary.target_ids is not None and all(draw.state.greedy and not draw.edited for draw in draws):
-            return vocabulary.ids(argmax.read()[0])
-        # A row that cannot be drawn gets a draft that will be rejected, or ends its request when it is verified.
-        sampled = self._sampler.sample(vocabulary.spread(logits), draws, logprobs=False)
-        return [max(token, 0) for token in sampled.tokens]
-
-    def _worth_going_on(self, request: DraftedRequest) -> bool:
-        return self.requests[request.id].confidence >= self.least_confidence

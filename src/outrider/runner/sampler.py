@@ -52,7 +52,7 @@ class Sampler:
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self.vocab_size = vocab_size
         self.device = backend.device
-        self._backend = backend
+        self.backend = backend
 
     def sample(
         self, logits: Tensor, rows: Sequence[SampleRow], *, logprobs: bool = True, argmax: Argmax | None = None
@@ -63,7 +63,7 @@ class Sampler:
         if not rows:
             return Sampled(tokens=[], logprobs=[], failed={})
         assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
-        tokens, values = (argmax or self._backend.argmax(logits)).read()
+        tokens, values = (argmax or self.backend.argmax(logits)).read()
         if all(row.state.plain for row in rows) and all(map(math.isfinite, values)):
             return Sampled(tokens, [None] * len(rows), {})
         # Checked before a mask can hide a logit that is not finite.
@@ -97,14 +97,14 @@ class Sampler:
             work = logits[torch.tensor(where, device=self.device)]
             at = {i: j for j, i in enumerate(where)}
             edit(work, [rows[i] for i in where])
-            again, values = self._backend.argmax(work).read()
+            again, values = self.backend.argmax(work).read()
             for i in edited:
                 tokens[i] = again[at[i]]
                 if values[at[i]] == -math.inf:
                     failed[i] = _nothing_allowed(rows[i])
         drawn = [i for i in where if not rows[i].state.greedy and i not in failed]
         if drawn:
-            found = self._backend.draw(_take(work, [at[i] for i in drawn]), self._settings([rows[i] for i in drawn]))
+            found = self.backend.draw(_take(work, [at[i] for i in drawn]), self._settings([rows[i] for i in drawn]))
             for i, token in zip(drawn, found.tolist(), strict=True):
                 tokens[i] = token
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.kv.plan import KVPlan
+from outrider.scheduler.pacing.pacer import Pace
+from outrider.scheduler.pacing.worth import Proposed
 
 
 class ScheduledRequest(NamedTuple):
@@ -67,6 +69,8 @@ class StepPlan:
     step: int
     scheduled: tuple[ScheduledRequest, ...]
     kv: KVPlan
+    pace: Pace | None = None
+    """On what terms requests are drafted for; None if the number of drafts is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +85,9 @@ class Verdict:
     step: int
     tokens: tuple[tuple[int, ...], ...]
     proposed: tuple[int, ...]
-    """Number of drafts that were really proposed, at most ScheduledRequest.propose."""
+    """Number of drafts that wait for verification. Without a pace it is at most ScheduledRequest.propose."""
+    proposals: Mapping[str, Proposed] = field(default_factory=dict)
+    """By sequence id, where a pace asks for it: how likely the drafts are to be accepted."""
     fork_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By sequence id, for a request that samples several continuations: the first token of each fork."""
 

@@ -114,13 +114,14 @@ class Planner:
             remaining = request.max_total - known
             if remaining <= 0:
                 continue  # the step in flight may be its last
-            k = request.k
+            k = request.wanted
             if k != asked_k:
                 # Mostly all requests ask for the same.
                 asked_k, affordable_k = k, drafts_within(footprint, k, budget.row_quota)
             k = affordable_k
-            if drafts > k:
-                drafts = k
+            # What was looked up, or proposed when fewer requests ran, may be more than is proposed now.
+            if drafts > k and drafts > (most := max(k, budget.row_quota - 1 - draft_rows[k])):
+                drafts = most
             if drafts >= remaining:
                 drafts = remaining - 1
             count = 1 + drafts
@@ -175,7 +176,7 @@ class Planner:
         if count < left:
             self._plan_row(request, start=start, count=count, drafts=0, k=0, samples=0)
             return
-        k = 0 if not kv.drafting and footprint.groups else request.k
+        k = 0 if not kv.drafting and footprint.groups else request.wanted
         k = footprint.fit(
             k=drafts_within(footprint, k, budget.row_quota),
             v=start + count,

@@ -12,6 +12,7 @@ from outrider.kv.checked import checked_fields, text, whole_number
 from outrider.kv.intervals import Interval
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.prefix import Media
+from outrider.scheduler.pacing.pacer import RequestPace
 from outrider.scheduler.plan import ScheduledRequest
 
 MAX_TOKEN_ID = (1 << 32) - 1
@@ -57,6 +58,8 @@ class RequestSpec:
     max_tokens: int
     k: int = 0
     """Most drafts per step."""
+    fixed_k: bool = False
+    """Whether k drafts are proposed and verified at every step, even where a scheduler chooses for other requests."""
     priority: int = 0
     """Lower runs first."""
     stop_tokens: frozenset[int] = frozenset()
@@ -128,6 +131,10 @@ class Request:
     full_k_until: int
     """Up to this v the drafter's and the model's limits leave room for all k drafts."""
     may_draft: bool
+    wanted: int
+    """Number of drafts to propose in the next step: k, unless a pacer chooses it."""
+    pace: RequestPace | None = None
+    """What the pacer knows of the request; None if it always gets k drafts."""
     remote: Mapping[int, Interval] | None = None
     """What a prefill worker holds for the prompt, per group."""
     carried_drafts: int = 0
@@ -162,6 +169,11 @@ class Request:
     def in_transfer(self) -> bool:
         """Whether KV of this request is, or was, to come from a peer or a tier, or is held for a peer."""
         return self.state in (State.FETCHING, State.LOADING, State.HELD) or self.remote is not None
+
+    @property
+    def context(self) -> int:
+        """Number of positions that are committed."""
+        return self.kv.committed
 
     @property
     def generated(self) -> int:

@@ -23,6 +23,8 @@ from outrider.kv.ledger import Load
 from outrider.kv.manager import KVManager
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
 from outrider.scheduler.incoming import IncomingKV
+from outrider.scheduler.pacing.pacer import Pace, Pacer
+from outrider.scheduler.pacing.worth import Source
 from outrider.scheduler.plan import ScheduledRequest, StepPlan, Update, Verdict
 from outrider.scheduler.planner import Planner
 from outrider.scheduler.request import Request, RequestSpec, State, token_array
@@ -30,10 +32,12 @@ from outrider.scheduler.roster import GivenUp, Roster
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVManager, *, pacer: Pacer | None = None) -> None:
+        """`pacer` chooses how much is drafted and verified at each step; without one, all requests get k drafts."""
         config.check_against(kv.layout, kv.config)
         self.config = config
         self.kv = kv
+        self.pacer = pacer
         self.roster = Roster(kv, protect_after=config.protect_after_preemptions)
         self.planner = Planner(config, kv, self.roster)
         self.incoming = IncomingKV(config, kv, self.roster)
@@ -159,9 +163,14 @@ class Scheduler:
             k=k,
             full_k_until=self.planner.full_k_until(k),
             may_draft=bool(self._footprint.groups) and self.kv.draft_fits(total, k),
+            wanted=k,
+            # How far a decode worker goes with the drafts of a handed-over request is not known here.
+            pace=None if self.pacer is None or spec.fixed_k or spec.hand_over or not k else self.pacer.enter(),
             state=State.FETCHING if spec.awaits_peer else State.WAITING,
         )
         self._arrivals += 1
+        if request.pace is not None and self.pacer is not None:
+            request.wanted = min(k, self.pacer.newcomers_k)
         self.roster.enter(request)
         return request
 
@@ -213,14 +222,25 @@ class Scheduler:
         self._next_step += 1
         planner.begin(step)
         planner.serve_stalled()
+        pace = None if self.pacer is None else self._set_pace(self.pacer)
         planner.plan_decodes()
         for request in self.roster.prefilling.snapshot():
             if request.state is State.PREFILLING:
                 planner.plan_prefill(request)
         self._admit_waiting()
-        plan = StepPlan(step=step, scheduled=planner.take_rows(), kv=self.kv.take_plan(step))
+        plan = StepPlan(step=step, scheduled=planner.take_rows(), kv=self.kv.take_plan(step), pace=pace)
         self._moving = False
         return plan
+
+    def _set_pace(self, pacer: Pacer) -> Pace:
+        """Has the pacer choose for every request that may have rows in this step."""
+        prefilling = self.roster.prefilling.snapshot()
+        left = sum(len(request.tokens) - request.kv.committed for request in prefilling)
+        pace = pacer.begin(self.roster.decoding.snapshot(), prompt_rows=min(left, self.config.max_num_batched_tokens))
+        for request in prefilling:
+            if request.pace is not None:
+                request.wanted = min(request.k, pacer.newcomers_k)
+        return pace
 
     def _admit_waiting(self) -> None:
         """Admit waiting requests by rank, while no running request lacks pages."""
@@ -299,7 +319,7 @@ class Scheduler:
             )
             request.flight[request.flight.index(row)] = right
             rows.append(right)
-        return StepPlan(step=plan.step, scheduled=tuple(rows), kv=plan.kv)
+        return StepPlan(step=plan.step, scheduled=tuple(rows), kv=plan.kv, pace=plan.pace)
 
     def commit(self, plan: StepPlan, verdict: Verdict) -> list[Update]:
         """Take over what a step decided; every request advances to its own v."""
@@ -330,6 +350,8 @@ class Scheduler:
             forks = verdict.fork_tokens.get(sequence_id, ()) if samples > 1 else ()
             if row.epoch == request.epoch:
                 request.drafts = request.proposed = proposed
+                if request.pace is not None:
+                    self._note_drafts(request, row, accepted=len(tokens) - 1, verdict=verdict)
                 if forks:
                     commit_kv(request, row, len(known) - 1, keep_window=True)
                 else:
@@ -341,6 +363,19 @@ class Scheduler:
                 self._end(request, finish)
         self._moving = False
         return updates
+
+    def _note_drafts(self, request: Request, row: ScheduledRequest, *, accepted: int, verdict: Verdict) -> None:
+        """Tell the pacer which drafts were accepted, and which ones come next."""
+        pacer, pace = self.pacer, request.pace
+        assert pacer is not None
+        assert pace is not None
+        if row.drafts:
+            pacer.verified(pace, drafts=row.drafts, accepted=accepted)
+        found = verdict.proposals.get(request.id)
+        pacer.proposed(pace, found)
+        if found is not None and found.source is not Source.DRAFTER:
+            # Whatever scratch the drafter wrote belongs to other drafts.
+            request.proposed = 0
 
     def abandon(self, plan: StepPlan | None) -> list[str]:
         """Give up the one step in flight, however far it got; None means that planning itself was interrupted. Returns

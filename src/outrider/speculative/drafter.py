@@ -25,6 +25,7 @@ from outrider.errors import ExtensionError
 from outrider.kv.footprint import KVFootprint
 from outrider.kv.intervals import Interval
 from outrider.models.kv_groups import LayerGroups
+from outrider.speculative.lookup import LookupConfig
 from outrider.speculative.vocabulary import DraftVocabulary
 
 
@@ -198,7 +199,10 @@ class Drafter:
     layer_groups: LayerGroups | None = None
     """The drafter's layers in their KV groups; None for a drafter without KV."""
     default_k: int = 4
-    """Number of drafts per step if the user does not choose one."""
+    """Number of drafts per step if the user does not choose one; the most, where the engine chooses."""
+    lookup: LookupConfig | None = None
+    """Given by a drafter that does nothing but look up: where the engine chooses how much is drafted, it looks up with
+    these settings itself, at any step and in finished texts too, and never calls `propose`."""
 
     def bind(self, services: DraftServices) -> None:
         """Called once, before anything else."""

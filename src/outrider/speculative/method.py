@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.speculative.drafter import Drafter
     from outrider.speculative.settings import DrafterSettings
 
-COMMON_OPTIONS = frozenset({"method", "num_speculative_tokens"})
+COMMON_OPTIONS = frozenset({"method", "num_speculative_tokens", "lookup"})
 """Fields of SpeculativeConfig that every drafter takes."""
 
 

@@ -255,7 +255,7 @@ def test_smaller_blocks_are_learnt_told_and_used_by_the_engine(tmp_path: Path) -
     engine = tiny_engine(tiny_loaded(), speculative_config=config)
     prompts = greedy_streams(4).tokens[:, :PROMPT].tolist()
     LLM.over(engine).generate(prompts, SamplingParams(temperature=0, max_tokens=LENGTH - PROMPT))
-    assert engine.runner._footprint.block_rows == 3
+    assert engine.runner._footprint.block_sizes == (3,)
     simulated = smaller["categories"]["all"]["mean_acceptance_length"]
     assert engine.speculation.mean_acceptance_length == pytest.approx(simulated, abs=0.3)
 

@@ -41,6 +41,7 @@ def main() -> int:
     try:
         # Importing torch takes seconds, and nothing above needs it.
         from outrider.engine.build import build_engine
+        from outrider.engine.step_costs import know_costs
         from outrider.server.engine_process.loop import EngineLoop
         from outrider.server.engine_process.warm_up import warm_up
 
@@ -49,6 +50,7 @@ def main() -> int:
         socket.send(encode(Broken(kind=type(error).__name__, message=str(error))))
         return BROKEN_STATUS
     warm_up(engine)
+    know_costs(engine, progress)
     gc.freeze()
     gc.enable()
     EngineLoop(engine, socket).run()

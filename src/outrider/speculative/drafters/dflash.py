@@ -64,10 +64,11 @@ class DFlashSpec:
     smaller_blocks: tuple[int, ...] = ()
     """Sizes of smaller blocks that it was trained with as well, ascending; they serve for fewer drafts."""
 
-    def rows_for(self, most_drafts: int | None) -> int:
-        """Number of rows in a block for at most this many drafts."""
+    def sizes_for(self, most_drafts: int | None) -> tuple[int, ...]:
+        """Numbers of rows in the blocks that serve for at most this many drafts, ascending."""
         wanted = self.block_size if most_drafts is None else 1 + most_drafts
-        return next((rows for rows in self.smaller_blocks if rows >= wanted), self.block_size)
+        most = next((rows for rows in self.smaller_blocks if rows >= wanted), self.block_size)
+        return (*(rows for rows in self.smaller_blocks if rows < most), most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,7 +106,7 @@ class DFlash(Drafter):
             taps=spec.taps,
             max_len=limit,
             fingerprint=fingerprint,
-            block_rows=min(spec.rows_for(settings.most_drafts), limit),
+            block_sizes=tuple(sorted({min(rows, limit) for rows in spec.sizes_for(settings.most_drafts)})),
         )
         self.footprint = block_from_taps("dflash", shape)
         self.default_k = spec.block_size - 1

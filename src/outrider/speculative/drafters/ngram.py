@@ -26,6 +26,7 @@ class NgramDrafter(Drafter):
         if shortest > longest:
             raise ConfigError(f"prompt_lookup_min ({shortest}) must not exceed prompt_lookup_max ({longest})")
         self.footprint = lookup("ngram", DrafterShape())
+        self.lookup = LookupConfig(shortest_match=shortest)
         self._lookup = Lookup(LookupConfig(shortest_match=shortest, longest_match=longest, most_shared_tokens=0))
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:

@@ -147,8 +147,8 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
     peers = scenario.peers
     if scenario.split and random.random() < 0.05:
         peers = (replace(peers[0], weights="another"),)
-    block_rows = random.choice((0, 2, 5, 8)) if scenario.draft else 0
-    scenario = replace(scenario, requests=requests, faults=faults, peers=peers, block_rows=block_rows)
+    block_sizes = random.choice(((), (2,), (5,), (4, 8))) if scenario.draft else ()
+    scenario = replace(scenario, requests=requests, faults=faults, peers=peers, block_sizes=block_sizes)
     if random.random() < 0.15:
         scenario = large_beside_small(scenario, random)
     scenario = with_retention(scenario, random)

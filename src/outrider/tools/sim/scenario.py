@@ -156,7 +156,7 @@ class Scenario:
     ticket_faults: float = 0.0
     """Probability that the router brings a ticket late, twice, damaged, or to another prompt."""
     drafter_max_len: int | None = None
-    block_rows: int = 0
+    block_sizes: tuple[int, ...] = ()
     """Least number of rows in a block, for a drafter that drafts in blocks."""
     max_model_len: int = 256
     arena_slack: float = 4.0
@@ -226,7 +226,7 @@ class Scenario:
                 taps=(1, 3) if archetype.reads_taps else (),
                 max_len=self.drafter_max_len,
                 fingerprint=fingerprint,
-                block_rows=self.block_rows,
+                block_sizes=self.block_sizes,
             ),
         )
 
@@ -282,7 +282,7 @@ class Scenario:
         pages = [2] * len(layout.arena_page_bytes)
         for request in self.requests:
             for group, spec in enumerate(layout.groups):
-                length = self._total_tokens(request) + 2 * request.k + 8 + self.block_rows
+                length = self._total_tokens(request) + 2 * request.k + 8 + max(self.block_sizes, default=0)
                 pages[layout.arena_of[group]] += -(-length // spec.page_tokens) + 2
         return tuple(pages)
 

@@ -1,0 +1,410 @@
+"""The pacer of a scheduler: keeps what was learnt, and applies the choice to the requests of each step.
+
+    begin       before a step is planned: which drafts it verifies, and for which requests it proposes
+    verified    when a step is committed: which of the drafts were accepted
+    proposed    when a step is committed: what was proposed for the next one
+    observe     after a step: how long it took
+
+Where drafting does not pay, a small part of the time goes into finding out whether it pays again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.kv.footprint import KVFootprint, Proposing
+from outrider.scheduler.pacing.choice import Drafting, choose_drafting, choose_verified
+from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
+from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy, extended
+from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
+
+PROBING_PART = 0.01
+"""Part of the time that goes into drafts which are not expected to pay."""
+PROBED_DRAFTS = 3
+"""Number of drafts that are verified to find out whether drafting pays again."""
+OWN_RATE, SHARED_RATE = 0.25, 0.02
+"""Weight of the last proposal in the outlook of its request, and in that of all requests."""
+CHOOSE_EVERY = 4
+"""Number of steps for which a choice of drafting requests holds while the requests stay the same."""
+LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
+OBSERVED_RATE = 0.05
+"""Weight of the last step in the observed tokens per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The terms of a step: what time and rows are worth."""
+
+    rate: float
+    """Tokens that a second is worth."""
+    row_price: float
+    """Tokens that the time of one more target row is worth."""
+    going_on: float
+    """Least joint probability of the drafts so far with which a chain makes another pass."""
+    lookup: int
+    """Most drafts that may be looked up for a request; 0 looks nothing up."""
+    draft_price: float
+    """Tokens that the time of drafting for one request is worth."""
+    outlook_at: int
+    """Where a request's outlook has the policy by which the drafter proposes; -1 if it proposes for no request."""
+
+    def drafter_value(self, request: RequestPace) -> float:
+        """The tokens that drafting for a request is expected to gain, less what the drafter and the rows cost."""
+        if self.outlook_at < 0:
+            return 0.0
+        drafts, accepted, _passes = request.outlook.values[self.outlook_at : self.outlook_at + 3]
+        return accepted - self.row_price * drafts - self.draft_price
+
+    def value(self, joint: Sequence[float]) -> float:
+        """The tokens that these drafts are expected to gain, less what their rows cost."""
+        value = 0.0
+        for probability in joint:
+            if probability <= self.row_price:
+                break
+            value += probability - self.row_price
+        return value
+
+
+class RequestPace:
+    """What the pacer knows of one request."""
+
+    __slots__ = ("outlook", "pending", "probing", "shifts")
+
+    def __init__(self, outlook: Outlook) -> None:
+        self.outlook = outlook
+        self.shifts = RequestShifts()
+        self.pending: Proposed | None = None
+        """The drafts that wait for verification; None if there are none, or if nothing is known of them."""
+        self.probing = False
+        """Whether the drafts that come next are verified whatever they are worth."""
+
+
+class PacedRequest(Protocol):
+    """What the pacer reads and sets of a request."""
+
+    pace: RequestPace | None
+    """None for a request whose number of drafts is fixed."""
+    drafts: int
+    wanted: int
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+
+@dataclass(slots=True)
+class PacingCounts:
+    """What was chosen, for metrics."""
+
+    drafting_steps: int = 0
+    plain_steps: int = 0
+    probes: int = 0
+    drafts_offered: int = 0
+    drafts_verified: int = 0
+
+
+class Pacer:
+    def __init__(self, footprint: KVFootprint, *, sizes: Sequence[int], lookup: int = 0) -> None:
+        """`sizes`: the numbers of drafts that are worth telling apart, ascending; the last one is the most, and without
+        any the drafter is never asked. `lookup`: the most drafts that may be looked up for a request."""
+        self.costs = StepCosts()
+        self.calibration = Calibration()
+        self.counts = PacingCounts()
+        self.forced: tuple[int, int] | None = None
+        """(drafts to verify, drafts to propose) for every request, while the costs of steps are measured."""
+        self.last_seen: tuple[StepShape, StepTimes] | None = None
+        """The last step."""
+        self._observed = (0.0, 0.0)
+        """Moving averages of (tokens, seconds) of a step without prompts."""
+        self._footprint = footprint
+        self._lookup = lookup
+        self._asks_drafter = bool(sizes)
+        sizes = tuple(sizes) or (1,)
+        self._outlook = Outlook(sizes, chain=footprint.proposing is Proposing.CHAIN)
+        """That of all requests."""
+        self._continuation = 0.75
+        """Mean probability that a draft is accepted if all before it are."""
+        self._rate = 0.0
+        self._drafting = Drafting((), Policy(len(sizes) - 1, 3), rate=0.0, plain_rate=0.0)
+        self._chosen: frozenset[RequestPace] = frozenset()
+        self._chosen_for = -1
+        self._choice_age = 0
+        self._credit_s = 0.0
+        self._turn = 0
+        self._newcomers_k = sizes[-1] if self._asks_drafter else 0
+
+    def reset(self) -> None:
+        """Forgets everything but what steps cost: the requests so far were not a user's."""
+        self.calibration.clear()
+        self.counts = PacingCounts()
+        self._outlook = Outlook(self._outlook.sizes, chain=self._outlook.chain)
+        self._observed, self._rate, self._credit_s, self._chosen_for = (0.0, 0.0), 0.0, 0.0, -1
+        self._newcomers_k = self._outlook.sizes[-1] if self._asks_drafter else 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of drafts that it chooses from; none if the drafter is never asked."""
+        return self._outlook.sizes if self._asks_drafter else ()
+
+    # ---- requests ----------------------------------------------------------------------------------
+
+    def enter(self) -> RequestPace:
+        return RequestPace(self._outlook.copy())
+
+    @property
+    def observed_rate(self) -> float:
+        """Tokens per second of the last steps without prompts; 0 before the first."""
+        tokens, seconds = self._observed
+        return tokens / seconds if seconds else 0.0
+
+    @property
+    def newcomers_k(self) -> int:
+        """Number of drafts to propose for a request that has just computed its prompt."""
+        return self._newcomers_k
+
+    # ---- planning ----------------------------------------------------------------------------------
+
+    def begin(self, decoding: Collection[PacedRequest], *, prompt_rows: int) -> Pace:
+        """Sets how many drafts of each decoding request are verified, and how many are proposed for it."""
+        paced: list[PacedRequest] = []
+        rows, keys = prompt_rows, 0
+        for request in decoding:
+            rows += 1
+            keys += request.context
+            if request.pace is not None:
+                paced.append(request)
+            else:
+                rows += request.drafts
+        if self.forced is not None:
+            return self._force(paced)
+        count = len(decoding)
+        mean_keys = keys / count if count else 0.0
+        if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY:
+            self._choose(paced, count, mean_keys)
+        self._choice_age += 1
+        self._verify(paced, rows, mean_keys)
+        size, chosen = self._size, self._chosen
+        for request in paced:
+            request.wanted = min(request.k, size) if request.pace in chosen else 0
+        if not self._asks_drafter:
+            return self._pace(rows, count, mean_keys)
+        if len(chosen) < len(paced) or self._drafting.policy.size < len(self._outlook.sizes) - 1:
+            self._probe(paced, rows, mean_keys)
+        return self._pace(rows, count, mean_keys)
+
+    def _force(self, paced: Sequence[PacedRequest]) -> Pace:
+        assert self.forced is not None
+        verified, proposed = self.forced
+        for request in paced:
+            request.drafts, request.wanted = min(request.drafts, verified), min(request.k, proposed)
+        self._newcomers_k = proposed
+        return Pace(rate=1.0, row_price=0.0, going_on=0.0, lookup=0, draft_price=0.0, outlook_at=-1)
+
+    def _choose(self, paced: Sequence[PacedRequest], count: int, mean_keys: float) -> None:
+        """Chooses for which requests to propose from now on."""
+        outlooks = [request.pace.outlook for request in paced if request.pace is not None]
+        # Before the first request decodes, the choice is for one like all before it.
+        committed, outlooks = (count, outlooks) if count else (1, [self._outlook])
+        if not self._asks_drafter:
+            outlooks = []
+        costs, passes = self.costs, self._passes
+
+        def step_s(many: int, drafts: float, gained: float, chain_passes: float, policy: Policy) -> float:
+            # Positions are fed and rows are run in whole numbers; on average, anything in between.
+            target_s = costs.target_s(round(committed + drafts), committed, (committed + drafts) * mean_keys)
+            fed = round(committed + gained) if self._footprint.groups else 0
+            drafted_s = costs.draft_s(fed, ()) + passes(many, chain_passes, policy)
+            return target_s + drafted_s + costs.host_s(committed)
+
+        last = self._drafting.policy
+        if not self._rate or len(paced) != self._chosen_for:
+            self._rate = committed / step_s(0, 0.0, 0.0, 0.0, last)
+            found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
+            self._rate, last = found.rate, found.policy
+        found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
+        self._rate, self._drafting = found.rate, found
+        self._chosen_for, self._choice_age = len(paced), 0
+        if count:
+            self._chosen = frozenset(pace for number in found.requests if (pace := paced[number].pace) is not None)
+        most = 2 * len(found.requests) > len(outlooks)
+        self._newcomers_k = self._size if most else 0
+
+    @property
+    def _size(self) -> int:
+        """Most drafts to propose for the chosen requests."""
+        return self._outlook.sizes[self._drafting.policy.size]
+
+    def _passes(self, many: int, chain_passes: float, policy: Policy) -> float:
+        """Seconds of the drafter's passes that propose for so many requests."""
+        footprint, curve, speed = self._footprint, self.costs.draft, self.costs.speed
+        if not many:
+            return 0.0
+        k = self._outlook.sizes[policy.size]
+        if footprint.proposing is not Proposing.CHAIN:
+            return speed * footprint.passes(k) * curve.at(many * footprint.query_len(k))
+        # Every pass goes on with those requests whose drafts so far are likely enough: fewer and fewer.
+        mean = chain_passes / many
+        going_on, rows, seconds, left = 1.0 - 1.0 / max(1.0, mean), float(many), 0.0, mean
+        for _pass in range(k):
+            rows = min(rows, many * left)
+            if rows < 0.01:
+                break
+            seconds += curve.at(round(rows)) if rows >= 1.0 else rows * curve.at(1)
+            left -= rows / many
+            rows *= going_on + (1.0 - going_on) * (mean / k)
+        return speed * seconds
+
+    def _verify(self, paced: Sequence[PacedRequest], rows: int, mean_keys: float) -> None:
+        joint: list[Sequence[float]] = []
+        base, offered = rows, 0
+        for request in paced:
+            pace = request.pace
+            assert pace is not None
+            if not request.drafts or pace.pending is None:
+                # Nothing is known of drafts that came from another worker: all are verified.
+                joint.append(())
+                base += request.drafts
+            elif pace.probing:
+                request.drafts = min(request.drafts, PROBED_DRAFTS)
+                base += request.drafts
+                joint.append(())
+            else:
+                joint.append(pace.pending.joint[: request.drafts])
+                offered += request.drafts
+        if not offered:
+            return
+        costs = self.costs
+
+        def rows_s(number: int) -> float:
+            return costs.rows_s(number, number * mean_keys)
+
+        counts, _least = choose_verified(joint, base_rows=base, rows_s=rows_s, rate=self._rate)
+        self.counts.drafts_offered += offered
+        for request, verified, each in zip(paced, counts, joint, strict=True):
+            if each:
+                if not verified:
+                    verified = self._look_again(request, base, rows_s(base + 1) - rows_s(base))
+                request.drafts = verified
+                self.counts.drafts_verified += verified
+
+    def _look_again(self, request: PacedRequest, base: int, row_s: float) -> int:
+        """Returns how many drafts to verify of those that are not expected to pay: looked-up ones are judged by what
+        was accepted last, which is never found to have changed unless some are verified."""
+        pending = request.pace.pending if request.pace is not None else None
+        if pending is None or pending.source not in LOOKED_UP or self._credit_s < row_s:
+            return 0
+        self._credit_s -= row_s
+        return 1
+
+    def _probe(self, paced: Sequence[PacedRequest], rows: int, mean_keys: float) -> None:
+        """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
+        drafts for one."""
+        sizes = self._outlook.sizes
+        size = sizes[0]
+        probe_s = self._passes(1, float(min(size, PROBED_DRAFTS)), Policy(0, 0))
+        probe_s += self._more_rows_s(rows, PROBED_DRAFTS, mean_keys)
+        if self._credit_s < probe_s or not paced:
+            return
+        self._turn += 1
+        for offset in range(len(paced)):
+            request = paced[(self._turn + offset) % len(paced)]
+            pace = request.pace
+            if pace is not None and pace not in self._chosen and not pace.probing:
+                self._credit_s -= probe_s
+                request.wanted, pace.probing = min(request.k, size), True
+                self.counts.probes += 1
+                return
+        if self._drafting.policy.size < len(sizes) - 1:
+            most = Policy(len(sizes) - 1, 0)
+            self._credit_s -= self._passes(1, float(sizes[-1]), most)
+            request = paced[self._turn % len(paced)]
+            request.wanted = min(request.k, sizes[-1])
+
+    def _more_rows_s(self, rows: int, more: int, mean_keys: float) -> float:
+        costs = self.costs
+        return costs.rows_s(rows + more, (rows + more) * mean_keys) - costs.rows_s(rows, rows * mean_keys)
+
+    def _pace(self, rows: int, count: int, mean_keys: float) -> Pace:
+        rate = self._rate
+        span = max(4, count)
+        row_s = self._more_rows_s(rows, span, mean_keys) / span
+        found = self._drafting
+        many, at = len(found.requests), self._outlook.at(found.policy)
+        passes_s = self._passes(many, many * self._outlook.values[at + 2], found.policy)
+        return Pace(
+            rate=rate,
+            row_price=rate * row_s,
+            going_on=PRICES[found.policy.price],
+            lookup=self._lookup,
+            draft_price=rate * passes_s / many if many else 0.0,
+            outlook_at=at if many else -1,
+        )
+
+    # ---- what came of it ---------------------------------------------------------------------------
+
+    def verified(self, request: RequestPace, *, drafts: int, accepted: int) -> None:
+        """Learns from a verification; `accepted` of the first `drafts` drafts agreed with the target."""
+        pending, request.pending, request.probing = request.pending, None, False
+        if pending is None:
+            return
+        before = 1.0
+        for place in range(min(drafts, accepted + 1, len(pending.probabilities))):
+            agreed = place < accepted
+            probability = pending.probabilities[place]
+            now = pending.joint[place] / before if before > 0.0 else 0.0
+            self.calibration.observe(pending.source, place, probability, accepted=agreed)
+            request.shifts.observe(pending.source, now, accepted=agreed)
+            before = pending.joint[place]
+
+    def proposed(self, request: RequestPace, proposed: Proposed | None) -> None:
+        """Takes note of what was proposed for the next step."""
+        request.pending = proposed
+        if proposed is None:
+            request.probing = False
+            return
+        if proposed.source is not Source.DRAFTER:
+            return
+        joint, sizes = proposed.joint, self._outlook.sizes
+        if len(joint) > 1 and joint[0] > 0.0:
+            per_place = (joint[-1] / joint[0]) ** (1.0 / (len(joint) - 1))
+            self._continuation += SHARED_RATE * (per_place - self._continuation)
+        found = self._outlook.of(extended(joint, sizes[-1], self._continuation))
+        request.outlook.learn(found, OWN_RATE)
+        self._outlook.learn(found, SHARED_RATE)
+
+    def observe(self, shape: StepShape, times: StepTimes, *, tokens: int) -> None:
+        """Learns from how long a step took. Its `tokens` were committed."""
+        self.last_seen = shape, times
+        if self.forced is not None:
+            return
+        self._credit_s = min(self._credit_s + PROBING_PART * times.total_s, 50 * times.total_s)
+        if shape.prompt_rows or not tokens or times.total_s <= 0.0:
+            return
+        if shape.passes or shape.rows > shape.requests:
+            self.counts.drafting_steps += 1
+        else:
+            self.counts.plain_steps += 1
+        self.costs.observe(shape, times)
+        rate = OBSERVED_RATE if self._observed[1] else 1.0
+        before, before_s = self._observed
+        self._observed = before + rate * (tokens - before), before_s + rate * (times.total_s - before_s)
+
+    def describe(self) -> dict[str, object]:
+        """What is chosen just now and why, for people."""
+        return {
+            "rate": self._drafting.rate,
+            "plain_rate": self._drafting.plain_rate,
+            "observed_rate": self.observed_rate,
+            "drafting_requests": len(self._drafting.requests),
+            "drafts": self._size if self._drafting.requests else 0,
+            "price": PRICES[self._drafting.policy.price],
+            "speed": self.costs.speed,
+            **{
+                name: [[knot, seconds * self.costs.speed] for knot, seconds in curve.observed]
+                for name, curve in self.costs.curves.items()
+            },
+        }
