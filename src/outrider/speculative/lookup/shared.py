@@ -126,7 +126,9 @@ class SharedTexts:
             tenant = Tenant(salt, self._next_tenant)
             self._next_tenant += 1
         blocks, known = self._unknown_blocks(tenant.number, tokens)
-        # The tokens before the first new one are stored again, so that matches may reach back into them.
+        # The last known block enters the index again: a text may have ended there, and its copies with it. The tokens
+        # before are only stored, so that matches may reach back into them.
+        known = max(0, known - BLOCK_TOKENS)
         begin = max(0, known - self._config.longest_match)
         if len(tokens) - begin > self._size:
             # Blocks that are not in the ring must not keep a later text from entering it.
