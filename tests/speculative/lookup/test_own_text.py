@@ -57,6 +57,19 @@ def test_a_text_that_is_another_altogether_is_indexed_anew() -> None:
     assert lookup.find("a", "", other, 2) == Match([9, 7], 2, False)
 
 
+def test_a_text_that_grows_long_is_found_from_its_beginning_to_its_end() -> None:
+    """The index makes room several times on the way."""
+    rng = random.Random(4)
+    text = array("I", [rng.randrange(50_000) for _ in range(3000)])
+    lookup, tokens = Lookup(LookupConfig(most_shared_tokens=0)), array("I")
+    for start in range(0, 3000, 50):
+        tokens.extend(text[start : start + 50])
+        lookup.find("a", "", tokens, 4)
+    for place in range(32, 2990, 7):
+        quoted = text + array("I", [60_000]) + text[place - 5 : place]
+        assert lookup.find("a", "", quoted, 3) == Match(text[place : place + 3].tolist(), 5, False)
+
+
 def test_tokens_may_have_32_bits_and_come_in_any_sequence() -> None:
     largest = 2**32 - 1
     tokens = [largest, 2**31, 5, largest, 2**31]

@@ -88,6 +88,14 @@ def test_a_text_that_does_not_fit_is_kept_at_its_end() -> None:
         assert lookup.find("c", "", long[:800], 4) is None
 
 
+def test_what_a_long_text_was_cut_by_may_enter_with_a_later_one() -> None:
+    lookup = Lookup(LookupConfig(most_shared_tokens=200))
+    long = array("I", range(1000))
+    lookup.finish("a", "", long)
+    lookup.finish("b", "", long[:150])
+    assert lookup.find("c", "", long[:50], 4) == Match([50, 51, 52, 53], 32, True)
+
+
 def test_an_evicted_beginning_is_stored_again() -> None:
     """The first blocks of a text are left out only while a text that begins with them is kept."""
     lookup = Lookup(LookupConfig(most_shared_tokens=1000))
@@ -152,6 +160,17 @@ def test_a_reset_leaves_requests_their_own_texts_and_the_counters() -> None:
     lookup.reset()
     assert lookup.indexed_tokens == indexed
     assert lookup.find("a", "", tokens, 1) == Match([3], 2, False)
+
+
+def test_tenants_whose_runs_lie_in_one_chain_are_kept_apart() -> None:
+    """The index is shared, and so small here that the runs of different tenants must meet in it."""
+    config = LookupConfig(shortest_match=3, shortest_shared_match=3, most_shared_tokens=16)
+    lookup = Lookup(config)
+    for number in range(200):
+        lookup.finish("a", f"tenant {number}", array("I", [1, 2, 3, 100 + number]))
+        for tenant in range(max(0, number - 3), number + 1):
+            found = lookup.find("probe", f"tenant {tenant}", array("I", [1, 2, 3]), 1)
+            assert found == Match([100 + tenant], 3, True)
 
 
 SALTS = ("", "a", "b", "a\0b")
