@@ -106,10 +106,6 @@ class SharedTexts:
         return self._end - self._floor
 
     @property
-    def texts(self) -> int:
-        return len(self._texts)
-
-    @property
     def memory_bytes(self) -> int:
         return self._ring.itemsize * self._size + sum(chains.memory_bytes for chains in self._chains)
 
@@ -150,7 +146,7 @@ class SharedTexts:
         self.indexed_tokens += len(text) - first
 
     def _unknown_blocks(self, tenant: int, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """Returns the keys of the blocks that no text of the tenant begins with, and the position where they start."""
+        """Returns the keys of the blocks with which no text of the tenant begins, and the position where they start."""
         new: list[int] = []
         known = 0
         for end, key in self._block_keys(tenant, tokens):
