@@ -10,6 +10,9 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 """Counts at which a curve has a value of its own; between two of them it is a straight line."""
 LEAST_RATE = 0.02
 """Weight of an observation at a knot that has seen many: what is older than about fifty of them is forgotten."""
+FORGOTTEN_AFTER = 150.0
+"""Steps after which a knot's observations count for about a third: what was not observed for long is soon learnt
+anew."""
 REFILL_AFTER = 32
 """Number of observations after which knots without observations follow their neighbours again."""
 
@@ -30,7 +33,7 @@ class Curve:
     largest observed count, the curve goes on as it rose before.
     """
 
-    __slots__ = ("_seen", "_shape", "_since_fill", "values")
+    __slots__ = ("_last", "_seen", "_shape", "_since_fill", "values")
 
     def __init__(self, shape: Sequence[float]) -> None:
         """`shape`: what the values are in proportion to each other until they are observed."""
@@ -38,6 +41,8 @@ class Curve:
         self._shape = tuple(shape)
         self._seen = [0.0] * len(KNOTS)
         """Weight of the observations of each knot."""
+        self._last = [0] * len(KNOTS)
+        """The step of each knot's last observation."""
         self._since_fill = 0
 
     @property
@@ -52,7 +57,7 @@ class Curve:
         values = self.values
         return values[low] + (values[low + 1] - values[low]) * fraction
 
-    def learn(self, count: int, error: float) -> None:
+    def learn(self, count: int, error: float, step: int) -> None:
         """Moves the knots around a count by the logarithm of (observed / expected)."""
         if count <= 0:
             return
@@ -61,9 +66,12 @@ class Curve:
         is_new = False
         for knot, weight in ((low, 1.0 - fraction), (low + 1, fraction)):
             if weight > 0.0:
-                seen = self._seen[knot]
-                is_new |= seen < 0.5 <= seen + weight
-                self._seen[knot] = seen + weight
+                before = self._seen[knot]
+                seen = before * exp((self._last[knot] - step) / FORGOTTEN_AFTER)
+                is_new |= before < 0.5 <= seen + weight
+                # Never unknown again: a value that is old is better than none.
+                self._seen[knot] = max(min(before, 0.5), seen + weight)
+                self._last[knot] = step
                 self._scale_around(knot, error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
         self._since_fill += 1
         if is_new or self._since_fill >= REFILL_AFTER:
@@ -83,7 +91,7 @@ class Curve:
     def put(self, count: int, seconds: float, weight: float) -> None:
         """Sets the value of a knot, as if it had been observed `weight` times."""
         number = KNOTS.index(count)
-        self.values[number], self._seen[number] = seconds, weight
+        self.values[number], self._seen[number], self._last[number] = seconds, weight, 0
         self._fill()
 
     def _fill(self) -> None:

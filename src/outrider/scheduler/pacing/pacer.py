@@ -113,6 +113,8 @@ class PacingCounts:
     drafting_steps: int = 0
     plain_steps: int = 0
     probes: int = 0
+    pauses: int = 0
+    """Steps without drafts between steps with drafts."""
     drafts_offered: int = 0
     drafts_verified: int = 0
 
@@ -195,6 +197,11 @@ class Pacer:
         if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY:
             self._choose(paced, count, keys)
         self._choice_age += 1
+        if self._pauses(paced):
+            # Nothing is verified, and nothing proposed, to find out what that takes.
+            for request in paced:
+                request.drafts = request.wanted = 0
+            return self._pace(rows, count)
         self._verify(paced, rows)
         size, chosen = self._size, self._chosen
         for request in paced:
@@ -227,7 +234,7 @@ class Pacer:
             target_s = costs.target_s(round(committed + drafts), committed, keys)
             fed = round(committed + gained) if self._footprint.groups else 0
             drafted_s = costs.draft_s(fed, ()) + passes(many, chain_passes, policy)
-            return target_s + drafted_s + costs.host_s(committed)
+            return target_s + drafted_s + costs.host_s(committed, drafting=many > 0)
 
         last = self._drafting.policy
         if not self._rate or len(paced) != self._chosen_for:
@@ -307,6 +314,18 @@ class Pacer:
             return 0
         self._credit_s -= row_s
         return 1
+
+    def _pauses(self, paced: Sequence[PacedRequest]) -> bool:
+        """Whether this step runs without drafts because few steps have lately: what is not observed is not known."""
+        found = self._drafting
+        if 2 * len(self._chosen) <= len(paced) or not found.rate or not found.plain_rate:
+            return False
+        lost_s = len(paced) / found.plain_rate * (1.0 - found.plain_rate / found.rate)
+        if self._credit_s < lost_s:
+            return False
+        self._credit_s -= lost_s
+        self.counts.pauses += 1
+        return True
 
     def _probe(self, paced: Sequence[PacedRequest], rows: int) -> None:
         """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
