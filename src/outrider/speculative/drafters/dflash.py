@@ -96,16 +96,18 @@ class DFlash(Drafter):
         check_abilities(settings.backend, self.layer_groups, name)
         limit = min(settings.max_model_len, spec.body.max_position)
         pack = settings.packer()
-        self._decoder = Decoder(spec.body, mapped(parameters.body, pack), settings.backend, max_position=limit)
+        body = mapped(parameters.body, settings.coarsener(), change_embedding=pack)
+        self._decoder = Decoder(spec.body, body, settings.backend, max_position=limit)
         self._fuse, self._context_norm = parameters.fuse.mapped(pack), parameters.context_norm
         self._vocabulary = parameters.vocabulary
         self._context = context_projection(spec.body, self._decoder.parameters)
+        block_rows = min(spec.rows_for(settings.most_drafts), limit)
         shape = DrafterShape(
             groups=self.layer_groups.specs,
             taps=spec.taps,
             max_len=limit,
             fingerprint=fingerprint,
-            block_rows=min(spec.rows_for(settings.most_drafts), limit),
+            block_rows=block_rows,
         )
         self.footprint = block_from_taps("dflash", shape)
         self.default_k = spec.block_size - 1
