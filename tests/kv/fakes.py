@@ -39,6 +39,7 @@ def drafter(
     max_len: int | None = None,
     fingerprint: str = "",
     block_rows: int = 0,
+    smaller_blocks: tuple[int, ...] = (),
 ) -> KVFootprint:
     """The footprint that an archetype declares; one full draft group unless told otherwise."""
     declared = ARCHETYPES[archetype]
@@ -49,6 +50,7 @@ def drafter(
         max_len=max_len,
         fingerprint=fingerprint,
         block_rows=block_rows,
+        smaller_blocks=smaller_blocks,
     )
     return declared.declare(archetype, shape)
 

@@ -103,6 +103,21 @@ def test_a_block_of_few_drafts_has_the_rows_it_was_trained_with(k: int) -> None:
     assert footprint.reserve_end(v=40, k=k) == 40 + rows
 
 
+@pytest.mark.parametrize(("k", "rows"), [(1, 3), (2, 3), (3, 4), (4, 8), (7, 8), (9, 10)])
+def test_a_block_has_the_smallest_size_that_holds_its_drafts(k: int, rows: int) -> None:
+    footprint = drafter("block_from_taps", block_rows=8, smaller_blocks=(3, 4))
+    assert footprint.query_len(k) == footprint.draft_rows(k) == rows
+    assert footprint.scratch_ahead(k) == footprint.slots_written(k) == rows
+    assert footprint.scratch(40, k) == Interval(40, 40 + rows)
+    assert footprint.scratch_ahead(0) == footprint.query_len(0) == 0
+
+
+def test_where_a_large_block_has_no_room_a_smaller_one_may() -> None:
+    footprint = drafter("block_from_taps", max_len=200, block_rows=8, smaller_blocks=(4,))
+    found = [footprint.fit(k=7, v=v, max_model_len=100, remaining_tokens=9) for v in (92, 93, 96, 97)]
+    assert found == [7, 3, 3, 0]
+
+
 def test_a_block_ends_at_the_drafters_limit() -> None:
     footprint = drafter("block_from_taps", max_len=100, block_rows=6)
     for v, k, rows in ((93, 3, 6), (94, 3, 6), (95, 3, 5), (96, 3, 4), (97, 2, 3), (98, 1, 2), (99, 0, 0)):
@@ -221,6 +236,9 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("a block without the bonus slot", IN_BLOCKS | {"scratch_extra": 0}, ("scratch_ahead(1)", "raise scratch_extra")),
     ("rows of a block in a chain", FROM_TAPS | {"block_rows": 4}, ("block_rows is 4", "blocks")),
     ("fewer rows than none", IN_BLOCKS | {"block_rows": -1}, ("block_rows", "-1")),
+    ("a smaller block as large", IN_BLOCKS | {"block_rows": 4, "smaller_blocks": (4,)}, ("smaller_blocks", "below")),
+    ("a smaller block without masks", IN_BLOCKS | {"block_rows": 4, "smaller_blocks": (1,)}, ("smaller_blocks", "2")),
+    ("blocks out of order", IN_BLOCKS | {"block_rows": 8, "smaller_blocks": (4, 3)}, ("smaller_blocks", "ascending")),
     ("passes without groups", {"proposing": Proposing.CHAIN}, ("chain", "declare the groups")),
     ("a block without groups", {"proposing": Proposing.BLOCK}, ("block", "declare the groups")),
     ("heads with groups", ON_HEADS | {"groups": GROUPS}, ("heads reads and writes no KV", "drop the groups")),

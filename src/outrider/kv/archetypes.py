@@ -29,6 +29,8 @@ class DrafterShape:
     fingerprint: str = ""
     block_rows: int = 0
     """Rows of a block as it was trained, for drafters that propose in blocks."""
+    smaller_blocks: tuple[int, ...] = ()
+    """Smaller sizes of blocks in which it was trained as well."""
 
 
 def nothing(name: str, shape: DrafterShape) -> KVFootprint:
@@ -57,7 +59,7 @@ def chain_from_taps(name: str, shape: DrafterShape) -> KVFootprint:
 
 
 def block_from_taps(name: str, shape: DrafterShape) -> KVFootprint:
-    traits = {"scratch_extra": 1, "block_rows": shape.block_rows}
+    traits = {"scratch_extra": 1, "block_rows": shape.block_rows, "smaller_blocks": shape.smaller_blocks}
     return _declared(name, shape, Proposing.BLOCK, groups=shape.groups, taps=shape.taps, **traits)
 
 

@@ -83,6 +83,9 @@ class KVFootprint:
     block_rows: int = 0
     """Least number of rows in a block, however few drafts are wanted: the masks were trained in blocks of this size.
     A block ends at the drafter's limit where that is nearer."""
+    smaller_blocks: tuple[int, ...] = ()
+    """Sizes below block_rows that the masks were trained in as well, ascending: a block has the smallest size that
+    holds all drafts."""
     durable_lead: int = 0
     """How far past v the durable slots end: 1 for a drafter that consumes the last sampled token itself."""
     token_reach: int = 0
@@ -108,6 +111,7 @@ class KVFootprint:
             whole_number(tap, f"{self.name}: each of taps", at_least=0, advice=advice, error=FootprintError)
         for field in ("scratch_extra", "block_rows", "durable_lead", "token_reach"):
             whole_number(getattr(self, field), f"{self.name}: {field}", at_least=0, error=FootprintError)
+        self._check_smaller_blocks()
         if self.max_len is not None:
             whole_number(self.max_len, f"{self.name}: max_len", at_least=1, error=FootprintError)
         names = [group.name for group in self.groups]
@@ -162,6 +166,15 @@ class KVFootprint:
                     f"scratch_ahead({k}) is {self.scratch_ahead(k)}; raise scratch_extra"
                 )
 
+    def _check_smaller_blocks(self) -> None:
+        sizes = self.smaller_blocks
+        for size in sizes:
+            whole_number(size, f"{self.name}: each of smaller_blocks", at_least=2, error=FootprintError)
+        if sizes and (list(sizes) != sorted(set(sizes)) or sizes[-1] >= self.block_rows):
+            raise FootprintError(
+                f"{self.name}: smaller_blocks {sizes} must be ascending sizes below block_rows ({self.block_rows})"
+            )
+
     def _check_without_groups(self) -> None:
         owns_kv = {
             "scratch_extra": self.scratch_extra,
@@ -189,6 +202,13 @@ class KVFootprint:
             raise FootprintError(f"{self.name}: k must be a whole number of at least 0, got {k!r}; 0 proposes nothing")
         return k > 0 and bool(self.groups)
 
+    def _rows_of_block(self, k: int) -> int:
+        """Number of rows in the block that proposes k."""
+        for rows in self.smaller_blocks:
+            if rows > k:
+                return rows
+        return max(k + 1, self.block_rows)
+
     def passes(self, k: int) -> int:
         """Number of the drafter's forward passes that propose k tokens."""
         if not self._writes_scratch(k):
@@ -199,7 +219,7 @@ class KVFootprint:
         """Number of rows in each of these passes."""
         if not self._writes_scratch(k):
             return 1 if self.proposing is Proposing.HEADS and k > 0 else 0
-        return 1 if self.proposing is Proposing.CHAIN else max(k + 1, self.block_rows)
+        return 1 if self.proposing is Proposing.CHAIN else self._rows_of_block(k)
 
     def draft_rows(self, k: int) -> int:
         """Number of rows that proposing k adds to a step; they count against the token budget."""
@@ -209,14 +229,14 @@ class KVFootprint:
         """Number of slots at and past v that must be reserved to propose k."""
         if not self._writes_scratch(k):
             return 0
-        return max(k + self.scratch_extra, self.block_rows)
+        return max(k + self.scratch_extra, self._rows_of_block(k)) if self.block_rows else k + self.scratch_extra
 
     def slots_written(self, k: int) -> int:
         """Number of slots at and past v that proposing k writes, the durable lead included."""
         if not self._writes_scratch(k):
             return 0
         if self.proposing is Proposing.BLOCK:
-            return max(k + 1, self.block_rows)
+            return self._rows_of_block(k)
         return self.durable_lead + k - 1
 
     def scratch(self, v: int, k: int) -> Interval:
@@ -280,9 +300,9 @@ class KVFootprint:
         k = min(k, max_model_len - v - 1, remaining_tokens - 1)
         if self.max_len is not None and self.groups:
             k = min(k, self.max_len - v - self.scratch_extra)
-        if self.block_rows and k > 0 and self.scratch(v, k).end > max_model_len:
-            # A block ends at the drafter's own limit, but nothing shortens it to the model's.
-            return 0
+        while self.block_rows and k > 0 and self.scratch(v, k).end > max_model_len:
+            # A block ends at the drafter's own limit, but nothing shortens it to the model's. A smaller one may fit.
+            k -= 1
         return max(0, k)
 
 

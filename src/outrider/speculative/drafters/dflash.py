@@ -108,6 +108,7 @@ class DFlash(Drafter):
             max_len=limit,
             fingerprint=fingerprint,
             block_rows=block_rows,
+            smaller_blocks=tuple(rows for rows in spec.smaller_blocks if rows < block_rows),
         )
         self.footprint = block_from_taps("dflash", shape)
         self.default_k = spec.block_size - 1

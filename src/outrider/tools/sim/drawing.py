@@ -148,7 +148,15 @@ def with_extras(scenario: Scenario, random: Random) -> Scenario:
     if scenario.split and random.random() < 0.05:
         peers = (replace(peers[0], weights="another"),)
     block_rows = random.choice((0, 2, 5, 8)) if scenario.draft else 0
-    scenario = replace(scenario, requests=requests, faults=faults, peers=peers, block_rows=block_rows)
+    smaller_blocks = (2, 4) if block_rows == 8 else ()
+    scenario = replace(
+        scenario,
+        requests=requests,
+        faults=faults,
+        peers=peers,
+        block_rows=block_rows,
+        smaller_blocks=smaller_blocks,
+    )
     if random.random() < 0.15:
         scenario = large_beside_small(scenario, random)
     scenario = with_retention(scenario, random)

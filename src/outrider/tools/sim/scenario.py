@@ -158,6 +158,8 @@ class Scenario:
     drafter_max_len: int | None = None
     block_rows: int = 0
     """Least number of rows in a block, for a drafter that drafts in blocks."""
+    smaller_blocks: tuple[int, ...] = ()
+    """Sizes below it that serve for fewer drafts."""
     max_model_len: int = 256
     arena_slack: float = 4.0
     """Pages beyond the largest request's worst case, as a factor of it; 0 is the tightest that can run."""
@@ -227,6 +229,7 @@ class Scenario:
                 max_len=self.drafter_max_len,
                 fingerprint=fingerprint,
                 block_rows=self.block_rows,
+                smaller_blocks=self.smaller_blocks,
             ),
         )
 
