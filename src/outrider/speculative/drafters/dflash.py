@@ -125,13 +125,14 @@ class DFlash(Drafter):
         services = self._services
         assert services is not None
         assert self._feed_pass is not None
-        spans = [
-            Span(row.request.table_row, row.interval.start, row.request.tokens[row.interval.start : row.interval.end])
-            for row in rows
-        ]
+        spans, runs, proposes = [], [], False
+        for request, (start, end), taps_at, also_proposes in rows:
+            spans.append(Span(request.table_row, start, request.tokens[start:end]))
+            runs.append((taps_at, end - start))
+            proposes = proposes or also_proposes
         batch = services.batches.build(spans, services.groups)
-        fed = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
-        if any(row.proposes for row in rows):
+        fed = tap_rows(taps, runs)
+        if proposes:
             # A proposal follows, which a backend may run in the same call.
             self._feed_pass.enqueue(fed, batch.groups, None)
         else:
