@@ -38,7 +38,7 @@ class DrafterSettings:
         """The fingerprint of a drafter with these weights. Its KV also depends on the layers it reads and on how its
         weights are stored."""
         taps = "" if self.taps is None else f"/taps {','.join(map(str, self.taps))}"
-        return f"{weights}{taps}{'/8 bits' if self.packed else ''}"
+        return f"{weights}{taps}{'/coarse' if self.packed else ''}"
 
     def packer(self) -> Callable[[Matrix], Matrix]:
         """Returns the function that a drafter applies, when it is loaded, to its embedding and to matrices that
