@@ -20,7 +20,7 @@ from outrider.backends.cpu.packed import PackedMatrix, Packing
 from outrider.backends.cpu.packing import CPUWeightForms, Packer
 from outrider.backends.cpu.weights import CPUAttentionLayer, prepared, wide
 from outrider.backends.drawing import DrawSettings
-from outrider.backends.reference.backend import TorchArgmax, route
+from outrider.backends.reference.backend import route
 from outrider.backends.registry import BackendSettings
 from outrider.backends.torch_threads import torch_threads
 from outrider.kv.layout import KVLayout
@@ -44,12 +44,12 @@ try:
     from outrider.backends.cpu.kernels.batch_rows import WRITE_ROWS
     from outrider.backends.cpu.kernels.compiling import Kernel, load_entry
     from outrider.backends.cpu.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
-    from outrider.backends.cpu.kernels.probability import largest_probabilities
     from outrider.backends.cpu.kernels.threads import Threads, available_cores, shared_threads
     from outrider.backends.cpu.kernels.vector import FAST_HERE
     from outrider.backends.cpu.loading import ACTIVATIONS, ITEMS, ignore_progress, item_of, warm_up
     from outrider.backends.cpu.passes import RecordedPass, Step
     from outrider.backends.cpu.program import (
+        CPUArgmax,
         GroupWords,
         Job,
         Program,
@@ -471,13 +471,6 @@ class CPUBackend(Backend):
             0 if residual is None else residual.stride(0) * 4,
             *narrowed,
         )
-
-
-class CPUArgmax(TorchArgmax):
-    """The argmax of logits that are in memory, with probabilities by a compiled kernel."""
-
-    def probabilities(self) -> list[float]:
-        return largest_probabilities(self._logits)
 
 
 def _rows_of(x: Tensor) -> Tensor:
