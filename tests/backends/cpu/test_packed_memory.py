@@ -7,8 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 from tests.backends.cases import random
-from tests.backends.cpu import test_coarse, test_packed
+from tests.backends.cpu.test_coarse import product as product_with_coarse
 from tests.backends.cpu.test_packed import packed_matrix
+from tests.backends.cpu.test_packed import product as product_with_blocks
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -45,7 +46,7 @@ class GuardedBuffer:
 
 def product(x: Tensor, weight: Matrix) -> Tensor:
     assert isinstance(weight, PackedMatrix)
-    return (test_coarse if weight.packing is Packing.COARSE else test_packed).product(x, weight)
+    return product_with_coarse(x, weight) if weight.packing is Packing.COARSE else product_with_blocks(x, weight)
 
 
 @pytest.fixture
