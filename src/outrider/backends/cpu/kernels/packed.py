@@ -50,7 +50,7 @@ _SUMS_MAX = 8
 """The most sums that fit into registers beside their operands. With 8 lanes, the two halves of a group may take a pass
 each."""
 _AHEAD_BYTES = 8192
-"""How far ahead weights are prefetched: at the pace of a tile of one row, memory answers after some 4,096 bytes."""
+"""How far ahead weights are prefetched. With a quarter of it, 8 rows wait for memory a sixth of their time."""
 
 _WORDS = words(0).type
 _SHORTS = ir.VectorType(I16, 2 * LANES)
