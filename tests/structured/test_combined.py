@@ -85,7 +85,7 @@ def alone() -> list[list[list[int]]]:
 def test_every_setting_gives_the_same_text_with_drafts(engine: dict[str, Any], alone: list[list[list[int]]]) -> None:
     confidence = engine.pop("draft_confidence", 0.0)
     built = drafting(**engine)
-    built.runner.least_confidence = confidence
+    built.runner.drafting.least_confidence = confidence
     llm = LLM.over(built)
     for _ in range(2):  # the second time prompts are in the cache
         outputs = llm.generate(*asked())
@@ -175,9 +175,9 @@ def test_drafts_of_a_smaller_vocabulary_keep_to_the_form() -> None:
     logits = torch.tensor([[0.0, 1.0, 5.0, 6.0, 7.0]] * 2)
     first, second = spelt("bc")
     rows = [DrawRow(request, 4, ()), DrawRow(request, 5, (first,))]
-    assert engine.runner._draw(logits, rows, vocabulary) == [first, second]
+    assert engine.runner.drafting._draw(logits, rows, vocabulary) == [first, second]
     # Where it has no token that fits, none is proposed.
     none = DraftVocabulary(size=VOCABULARY, target_ids=torch.tensor(spelt("vwxyz")))
     request.begin_drafting()
-    request.propose(engine.runner._draw(logits, rows, none), 0.0)
+    request.propose(engine.runner.drafting._draw(logits, rows, none), 0.0)
     assert request.drafts == []
