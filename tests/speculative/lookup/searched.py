@@ -43,7 +43,12 @@ def searched_shared(
     return None if drafts is None else Match(drafts, best, True)
 
 
-def searched(texts: Iterable[Sequence[int]], tokens: Sequence[int], k: int, config: LookupConfig) -> Match | None:
-    """The better of both; the text itself if they are equal."""
+def searched(texts: Iterable[Sequence[int]], tokens: Sequence[int], k: int, config: LookupConfig) -> list[Match]:
+    """That of the text itself, and then that of the finished texts if it is longer."""
     own, shared = searched_own(tokens, k, config), searched_shared(texts, tokens, k, config)
-    return shared if shared is not None and (own is None or shared.length > own.length) else own
+    longer = shared is not None and (own is None or shared.length > own.length)
+    return [match for match, wanted in ((own, True), (shared, longer)) if match is not None and wanted]
+
+
+def only(match: Match | None) -> list[Match]:
+    return [] if match is None else [match]

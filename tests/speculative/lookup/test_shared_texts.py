@@ -55,7 +55,7 @@ def test_texts_that_begin_alike_are_stored_once_and_searched_whole() -> None:
     for place in range(40, len(turn) - 4):
         tokens = array("I", [1, 2]) + turn[place - 36 : place]
         found = lookup.find("next", "", tokens, 4)
-        assert found == Match(turn[place : place + 4].tolist(), 32, True), place
+        assert found == [Match(turn[place : place + 4].tolist(), 32, True)], place
 
 
 def test_the_oldest_texts_go_first_and_memory_stays_bounded() -> None:
@@ -71,7 +71,7 @@ def test_the_oldest_texts_go_first_and_memory_stays_bounded() -> None:
         kept = [
             each
             for each, earlier in enumerate(texts[: number + 1])
-            if lookup.find("probe", f"tenant {each % 3}", earlier[:40], 4) is not None
+            if lookup.find("probe", f"tenant {each % 3}", earlier[:40], 4)
         ]
         assert kept == list(range(max(0, number - 10), number + 1))
     assert len(sizes) == 1
@@ -84,8 +84,8 @@ def test_a_text_that_does_not_fit_is_kept_at_its_end() -> None:
     for _ in range(2):
         lookup.finish("a", "", long)
         assert lookup.shared_tokens == 100
-        assert lookup.find("b", "", long[:940], 4) == Match([940, 941, 942, 943], 32, True)
-        assert lookup.find("c", "", long[:800], 4) is None
+        assert lookup.find("b", "", long[:940], 4) == [Match([940, 941, 942, 943], 32, True)]
+        assert lookup.find("c", "", long[:800], 4) == []
 
 
 def test_what_a_long_text_was_cut_by_may_enter_with_a_later_one() -> None:
@@ -93,7 +93,7 @@ def test_what_a_long_text_was_cut_by_may_enter_with_a_later_one() -> None:
     long = array("I", range(1000))
     lookup.finish("a", "", long)
     lookup.finish("b", "", long[:150])
-    assert lookup.find("c", "", long[:50], 4) == Match([50, 51, 52, 53], 32, True)
+    assert lookup.find("c", "", long[:50], 4) == [Match([50, 51, 52, 53], 32, True)]
 
 
 def test_an_evicted_beginning_is_stored_again() -> None:
@@ -102,24 +102,24 @@ def test_an_evicted_beginning_is_stored_again() -> None:
     first = array("I", range(400))
     lookup.finish("a", "", first)
     lookup.finish("b", "", array("I", range(1000, 1800)))
-    assert lookup.find("probe", "", first[:50], 2) is None
+    assert lookup.find("probe", "", first[:50], 2) == []
     lookup.finish("c", "", first)
-    assert lookup.find("probe", "", first[:50], 2) == Match([50, 51], 32, True)
+    assert lookup.find("probe", "", first[:50], 2) == [Match([50, 51], 32, True)]
 
 
 def test_drafts_end_where_the_text_ended() -> None:
     lookup = Lookup(LookupConfig(shortest_shared_match=2))
     lookup.finish("a", "", array("I", [1, 2, 3, 4]))
     lookup.finish("b", "", array("I", [9, 9, 8, 8, 7, 7]))
-    assert lookup.find("c", "", array("I", [2, 3]), 8) == Match([4], 2, True)
-    assert lookup.find("d", "", array("I", [3, 4]), 8) is None
+    assert lookup.find("c", "", array("I", [2, 3]), 8) == [Match([4], 2, True)]
+    assert lookup.find("d", "", array("I", [3, 4]), 8) == []
 
 
-def test_a_text_of_the_request_itself_is_preferred_to_an_equal_one() -> None:
+def test_finished_texts_are_searched_for_longer_matches_than_the_own_text_has() -> None:
     lookup = Lookup(LookupConfig(shortest_match=2, shortest_shared_match=2))
     lookup.finish("a", "", array("I", [6, 1, 2, 5]))
-    assert lookup.find("b", "", array("I", [1, 2, 3, 1, 2]), 1) == Match([3], 2, False)
-    assert lookup.find("c", "", array("I", [1, 2, 3, 6, 1, 2]), 1) == Match([5], 3, True)
+    assert lookup.find("b", "", array("I", [1, 2, 3, 1, 2]), 1) == [Match([3], 2, False)]
+    assert lookup.find("c", "", array("I", [1, 2, 3, 6, 1, 2]), 1) == [Match([3], 2, False), Match([5], 3, True)]
     assert (lookup.lookups, lookup.own_hits, lookup.shared_hits) == (2, 1, 1)
 
 
@@ -137,10 +137,10 @@ def finish_and_reset(lookup: Lookup, text: array[int]) -> None:
 def test_texts_that_were_dropped_are_not_copied(end: Callable[[Lookup, array[int]], None]) -> None:
     lookup, text = Lookup(LookupConfig()), array("I", range(100))
     end(lookup, text)
-    assert lookup.find("b", "", text[:50], 4) is None
+    assert lookup.find("b", "", text[:50], 4) == []
     assert lookup.shared_tokens == 0
     lookup.finish("c", "", text)
-    assert lookup.find("b", "", text[:50], 4) == Match([50, 51, 52, 53], 32, True)
+    assert lookup.find("b", "", text[:50], 4) == [Match([50, 51, 52, 53], 32, True)]
 
 
 def test_a_request_that_ended_begins_anew_under_its_key() -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_ended_begins_anew_under_its_key() -> None:
     lookup.find("a", "", array("I", [1, 2, 3, 1]), 1)
     lookup.finish("a", "", array("I", [1, 2, 3, 1]))
     assert lookup.memory_bytes == 0
-    assert lookup.find("a", "", array("I", [5, 1]), 1) is None
+    assert lookup.find("a", "", array("I", [5, 1]), 1) == []
 
 
 def test_a_reset_leaves_requests_their_own_texts_and_the_counters() -> None:
@@ -159,7 +159,7 @@ def test_a_reset_leaves_requests_their_own_texts_and_the_counters() -> None:
     indexed = lookup.indexed_tokens
     lookup.reset()
     assert lookup.indexed_tokens == indexed
-    assert lookup.find("a", "", tokens, 1) == Match([3], 2, False)
+    assert lookup.find("a", "", tokens, 1) == [Match([3], 2, False)]
 
 
 def test_tenants_whose_runs_lie_in_one_chain_are_kept_apart() -> None:
@@ -170,7 +170,7 @@ def test_tenants_whose_runs_lie_in_one_chain_are_kept_apart() -> None:
         lookup.finish("a", f"tenant {number}", array("I", [1, 2, 3, 100 + number]))
         for tenant in range(max(0, number - 3), number + 1):
             found = lookup.find("probe", f"tenant {tenant}", array("I", [1, 2, 3]), 1)
-            assert found == Match([100 + tenant], 3, True)
+            assert found == [Match([100 + tenant], 3, True)]
 
 
 SALTS = ("", "a", "b", "a\0b")
@@ -207,8 +207,9 @@ def test_tenants_never_see_the_tokens_of_others(
         key, salt = f"{tenant}-{number % 3}", SALTS[tenant]
         if call == "find":
             found = lookup.find(key, salt, text, 4)
-            assert found is None or all(token < 3 or token // 10 == tenant + 1 for token in found.drafts)
-            assert found is None or 1 <= len(found.drafts) <= 4
+            for match in found:
+                assert all(token < 3 or token // 10 == tenant + 1 for token in match.drafts)
+                assert 1 <= len(match.drafts) <= 4
         elif call == "finish":
             lookup.finish(key, salt, text)
             assert lookup.shared_tokens <= most_shared_tokens
@@ -219,7 +220,7 @@ def test_tenants_never_see_the_tokens_of_others(
 
 
 def test_what_is_found_depends_on_the_calls_only() -> None:
-    def found() -> list[Match | None]:
+    def found() -> list[list[Match]]:
         rng, lookup, results = random.Random(3), Lookup(LookupConfig(most_shared_tokens=500, most_candidates=2)), []
         for number in range(60):
             salt, tokens = rng.choice("ab"), random_text(rng, 3, 80)
@@ -228,5 +229,5 @@ def test_what_is_found_depends_on_the_calls_only() -> None:
         return results
 
     first = found()
-    assert any(match is not None and match.shared for match in first)
+    assert any(match.shared for matches in first for match in matches)
     assert found() == first
