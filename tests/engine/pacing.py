@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from outrider.engine.engine import Engine
 from outrider.scheduler.pacing.pacer import Pace, PacedRequest
 from outrider.scheduler.pacing.worth import Proposed
+from outrider.speculative.lookup import Match
 
 
-def choose_at_random(engine: Engine, *, seed: int = 0) -> Counter[str]:
+def choose_at_random(engine: Engine, texts: Sequence[Sequence[int]] = (), *, seed: int = 0) -> Counter[str]:
     """Draws every choice of the engine's pacer: how many drafts are verified and proposed for each request, whether any
-    are looked up, and when a chain goes on. Returns what was drawn and what came of it, counted."""
+    are looked up, and when a chain goes on. What is looked up goes on as one of these texts does, up to a place that is
+    drawn too. Returns what was drawn and what came of it, counted."""
     pacer, rng, seen = engine.pacer, random.Random(seed), Counter[str]()
     assert pacer is not None
     choose, note = pacer.begin, pacer.proposed
@@ -45,5 +47,20 @@ def choose_at_random(engine: Engine, *, seed: int = 0) -> Counter[str]:
             seen[f"from {found.source.name}"] += 1
         note(request, found)  # type: ignore[arg-type]
 
+    lookup = engine.runner.drafting.lookup
+    assert lookup is not None
+    search = lookup.find
+
+    def find(key: str, salt: str, tokens: Sequence[int], k: int) -> list[Match]:
+        found, known = search(key, salt, tokens, k), list(tokens)
+        text = next((text for text in texts if list(text[: len(known)]) == known), None)
+        if found or text is None or rng.random() < 0.5:
+            return found
+        right = list(text[len(known) : len(known) + k])
+        drafts = right[: rng.randint(0, len(right))]
+        drafts += [rng.randrange(256) for _ in range(rng.randint(not drafts, k - len(drafts)))]
+        return [Match(drafts, rng.randint(3, 32), False)]
+
     pacer.begin, pacer.proposed = begin, proposed  # type: ignore[method-assign, assignment]
+    lookup.find = find  # type: ignore[method-assign]
     return seen

@@ -28,8 +28,13 @@ Plain = tuple[LoadedModel, list[list[int]]]
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that repeat themselves, too: what follows in them is looked up, and seldom what comes."""
     prompts, params = workload()
-    prompts += [[1, 2, 3, 4, 5, 6] * 5, [9, 8, 7, 6, 5] * 7]
-    return prompts, [*params, SamplingParams(temperature=0, max_tokens=30), SamplingParams(seed=3, max_tokens=30)]
+    repeating = [[start + place for place in range(6)] * 6 for start in range(0, 60, 10)]
+    params += [SamplingParams(temperature=0.5 * (number % 2), seed=3, max_tokens=30) for number in range(6)]
+    return prompts + repeating, params
+
+
+def texts(expected: list[list[int]]) -> list[list[int]]:
+    return [prompt + said for prompt, said in zip(asked()[0], expected, strict=True)]
 
 
 @pytest.fixture(scope="module", params=["full", "mixed"])
@@ -50,8 +55,7 @@ def choosing(drafter: str, plain: Plain, directory: Path, **settings: Any) -> En
     if drafter == "draft model":
         small = tiny_draft_model(model, first_layers(model, 2), block_size=8)
         return tiny_engine(model, drafter=small, method="draft_model", **settings)
-    texts = [prompt + said for prompt, said in zip(asked()[0], expected, strict=True)]
-    engine, recorder = engine_with(ONE_OF_EACH[drafter], model, directory, texts, **settings)
+    engine, recorder = engine_with(ONE_OF_EACH[drafter], model, directory, texts(expected), **settings)
     recorder.cut = True
     return engine
 
@@ -61,7 +65,7 @@ def test_a_choice_that_changes_at_every_step_never_changes_the_text(
     plain: Plain, drafter: str, tmp_path: Path
 ) -> None:
     engine = choosing(drafter, plain, tmp_path)
-    seen = choose_at_random(engine)
+    seen = choose_at_random(engine, texts(plain[1]))
     llm = LLM.over(engine)
     assert tokens_of(llm.generate(*asked())) == plain[1]
     assert 0 < engine.speculation.accepted_tokens < engine.speculation.draft_tokens
@@ -92,7 +96,7 @@ def test_shortage_gives_the_same_text(plain: Plain, drafter: str, tmp_path: Path
     drafter_bytes = {"ngram": 0, "draft model": 2 * 2 * model.spec.kv_size * 4}.get(drafter, 2 * 2 * 32 * 4)
     memory = 180 * (target_bytes + drafter_bytes)
     engine = choosing(drafter, plain, tmp_path, kv_cache_memory_bytes=memory, max_model_len=128)
-    choose_at_random(engine, seed=1)
+    choose_at_random(engine, texts(expected), seed=1)
     assert tokens_of(LLM.over(engine).generate(*asked())) == expected
     if model.spec.layers[0].window is None:
         assert engine.scheduler.num_preemptions > 0
@@ -102,7 +106,7 @@ def test_shortage_gives_the_same_text(plain: Plain, drafter: str, tmp_path: Path
 def test_small_chunks_give_the_same_text(plain: Plain, drafter: str, tmp_path: Path) -> None:
     """Rows are short, so looked-up drafts are cut to what fits into a step."""
     engine = choosing(drafter, plain, tmp_path, max_num_batched_tokens=22, max_num_seqs=5)
-    choose_at_random(engine, seed=2)
+    choose_at_random(engine, texts(plain[1]), seed=2)
     assert tokens_of(LLM.over(engine).generate(*asked())) == plain[1]
 
 
@@ -113,7 +117,7 @@ def test_several_continuations_are_those_of_the_plain_target(plain: Plain, draft
     prompts = [[5, 6, 7] * 11, [9] * 16]
     expected = tokens_of(LLM.over(tiny_engine(model)).generate(prompts, params))
     engine = choosing(drafter, plain, tmp_path)
-    seen = choose_at_random(engine, seed=3)
+    seen = choose_at_random(engine, [prompts[number // 3] + said for number, said in enumerate(expected)], seed=3)
     assert tokens_of(LLM.over(engine).generate(prompts, params)) == expected
     assert engine.speculation.draft_tokens > 0
     assert seen["left out"] > 0

@@ -107,7 +107,7 @@ def test_a_draft_model_stops_where_it_is_unsure() -> None:
 
 
 def request() -> RunningRequest:
-    record = SimpleNamespace(id="a", tokens=array("I", [1]))
+    record = SimpleNamespace(id="a", tokens=array("I", [1]), spec=SimpleNamespace(salt=""))
     sampling = RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu")
     return RunningRequest(cast(Request, record), sampling)
 
