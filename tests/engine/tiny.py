@@ -109,9 +109,8 @@ def tiny_engine(
         "device": "cpu",
     }
     if drafter is not None or settings.pop("speculate", False):
-        settings["speculative_config"] = SpeculativeConfig(
-            method=method, num_speculative_tokens=k, draft_confidence=draft_confidence
-        )
+        fixed = SpeculativeConfig(method=method, num_speculative_tokens=k, draft_confidence=draft_confidence)
+        settings.setdefault("speculative_config", fixed)
     return build_engine(EngineConfig(**(defaults | settings)), model=model or tiny_model(), drafter=drafter)
 
 
