@@ -61,9 +61,7 @@ def choosing(drafter: str, plain: Plain, directory: Path, **settings: Any) -> En
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_choice_that_changes_at_every_step_never_changes_the_text(
-    plain: Plain, drafter: str, tmp_path: Path
-) -> None:
+def test_a_choice_that_changes_at_every_step_never_changes_the_text(plain: Plain, drafter: str, tmp_path: Path) -> None:
     engine = choosing(drafter, plain, tmp_path)
     seen = choose_at_random(engine, texts(plain[1]))
     llm = LLM.over(engine)

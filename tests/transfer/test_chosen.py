@@ -26,7 +26,12 @@ def asked() -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.parametrize(
     ("drafter", "prefill_k", "decode_k"),
-    [*((drafter, None, None) for drafter in DRAFTING), ("draft model", K, None), ("full", K, None), ("eagle3", None, K)],
+    [
+        *((drafter, None, None) for drafter in DRAFTING),
+        ("draft model", K, None),
+        ("full", K, None),
+        ("eagle3", None, K),
+    ],
 )
 def test_the_text_is_that_of_a_single_worker(
     drafter: str, prefill_k: int | None, decode_k: int | None, tmp_path: Path

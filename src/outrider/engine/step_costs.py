@@ -252,9 +252,9 @@ def _path(engine: Engine) -> Path:
 
 def _processor() -> str:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        for fact in Path("/proc/cpuinfo").read_text().splitlines():
+            if fact.startswith("model name"):
+                return fact.partition(":")[2].strip()
     return platform.processor()
 
 
