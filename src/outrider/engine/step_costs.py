@@ -32,7 +32,7 @@ logger = logging.getLogger("outrider.engine")
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_ROWS = 128
 """Most rows of a measured step, of the target or of a drafter's pass."""
-REPETITIONS = 3
+REPETITIONS = 4
 """Number of steps of each kind. The first one may compile kernels, so it does not count."""
 PROMPT_TOKENS = 4
 LONG_PROMPT_TOKENS = 1024
@@ -196,11 +196,18 @@ def fitted(samples: Sequence[Sample]) -> CostRecord:
         "draft": passes,
         "host": {requests: median(values) for requests, values in host.items()},
     }
-    known = {
-        name: [(count, values[count]) for count in sorted(values) if count in KNOTS and values[count] > 0.0]
-        for name, values in curves.items()
-    }
-    return CostRecord(known, per_request_s, per_key_s)
+    return CostRecord({name: _rising(values) for name, values in curves.items()}, per_request_s, per_key_s)
+
+
+def _rising(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Returns the values at knots. None takes longer than a larger one: then it was held up."""
+    found: list[tuple[int, float]] = []
+    least = float("inf")
+    for count in sorted(values, reverse=True):
+        if count in KNOTS and values[count] > 0.0:
+            least = min(least, values[count])
+            found.append((count, least))
+    return found[::-1]
 
 
 def _is_long(sample: Sample) -> bool:

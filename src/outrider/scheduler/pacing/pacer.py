@@ -26,8 +26,11 @@ MOST_SAVED = 1.0
 """Most time that may be saved up for such drafts, in steps."""
 PROBED_DRAFTS = 3
 """Number of drafts that are verified to find out whether drafting pays again."""
-OWN_RATE, SHARED_RATE = 0.25, 0.02
+OWN_RATE, SHARED_RATE = 0.08, 0.02
 """Weight of the last proposal in the outlook of its request, and in that of all requests."""
+RETURN_RATE = 0.04
+"""How far the outlook of a request that is not drafted for returns to that of all requests, per choice: what its text
+was like before says less and less about how it goes on."""
 CHOOSE_EVERY = 4
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
@@ -238,8 +241,11 @@ class Pacer:
         found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
         self._rate, self._drafting = found.rate, found
         self._chosen_for, self._choice_age = len(paced), 0
-        if count:
+        if count and self._asks_drafter:
             self._chosen = frozenset(pace for number in found.requests if (pace := paced[number].pace) is not None)
+            for request in paced:
+                if request.pace is not None and request.pace not in self._chosen:
+                    request.pace.outlook.learn(self._outlook.values, RETURN_RATE)
         most = 2 * len(found.requests) > len(outlooks)
         self._newcomers_k = self._size if most else 0
 
