@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.engine.tiny import tiny_engine
+from tests.speculative.block_cases import BLOCK_SIZE
 from tests.speculative.cases import CASES, GREEDY, prompts, three_layers
 from tests.speculative.tiny import settings_for
 
@@ -30,12 +31,25 @@ def trained_with(directory: Path, sizes: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("most_drafts", "rows"), [(1, 3), (2, 3), (3, 4), (4, 8), (7, 8), (9, 8), (None, 8)])
-def test_the_smallest_block_that_will_do(most_drafts: int | None, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("most_drafts", "sizes"),
+    [
+        (1, (3,)),
+        (2, (3,)),
+        (3, (3, 4)),
+        *((most, (3, 4, BLOCK_SIZE)) for most in (4, BLOCK_SIZE - 1, BLOCK_SIZE + 1, None)),
+    ],
+)
+def test_no_block_is_larger_than_the_smallest_that_will_do(
+    most_drafts: int | None, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
     path = trained_with(tmp_path, [4, 3])
-    block_size = json.loads((path / "config.json").read_text())["block_size"]
+    assert json.loads((path / "config.json").read_text())["block_size"] == BLOCK_SIZE
     drafter = load_dflash(str(path), settings_for(three_layers(), page_tokens=8, most_drafts=most_drafts))
-    assert drafter.footprint.block_rows == (block_size if rows == 8 else rows)
+    assert drafter.footprint.block_sizes == sizes
+    # Each number of drafts takes the smallest block that holds it.
+    for k in range(1, sizes[-1]):
+        assert drafter.footprint.query_len(k) == min(rows for rows in sizes if rows > k)
 
 
 @pytest.mark.parametrize("sizes", [[1], [0, 4], [99], "4", [4.5]])

@@ -89,8 +89,6 @@ class Backend(ABC):
     equals speculation off without exceptions."""
     default_dtype: torch.dtype = torch.float32
     """The dtype that a model computes in unless the user chooses one."""
-    draft_confidence: float = 0.0
-    """The default of the smallest joint probability at which drafts are still verified; 0 verifies all drafts."""
 
     # ---- weights -----------------------------------------------------------------------------------
 

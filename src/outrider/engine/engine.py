@@ -361,6 +361,13 @@ class Engine:
         self.scheduler.kv.reset_cache()
         self.runner.drafting.forget_finished()
 
+    def clear_counts(self) -> None:
+        """Counts from zero: the requests so far were not a user's."""
+        self.scheduler.clear_counts()
+        self.speculation.clear()
+        if self.transfers is not None:
+            self.transfers.recomputed_prompts = 0
+
     # ---- one step ----------------------------------------------------------------------------------
 
     @exclusive

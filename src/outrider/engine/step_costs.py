@@ -64,6 +64,7 @@ def know_costs(engine: Engine, progress: Progress | None = None) -> None:
             return
         record = fitted(samples)
         _write(path, record)
+    pacer.reset()
     pacer.costs.restore(record, weight=WEIGHT)
 
 
@@ -78,9 +79,10 @@ def _measure(engine: Engine, pacer: Pacer, progress: Progress | None) -> Iterato
         for number, count in enumerate(batches):
             if progress is not None:
                 progress(MEASURING, number, len(batches))
-            if not _enlarge(engine, count, limit):
+            if not _start(engine, count, limit):
                 break
             yield from _steps_of_batch(engine, pacer, count)
+            _drop_all(engine)
         _drop_all(engine)
         yield from _long_context(engine, pacer, limit)
     finally:
@@ -88,29 +90,31 @@ def _measure(engine: Engine, pacer: Pacer, progress: Progress | None) -> Iterato
         pacer.forced = None
         pacer.reset()
         engine.reset_prefix_cache()
-        engine.speculation.clear()
-        if engine.transfers is not None:
-            engine.transfers.recomputed_prompts = 0
+        engine.clear_counts()
     if progress is not None:
         progress(MEASURING, len(batches), len(batches))
 
 
-def _enlarge(engine: Engine, count: int, limit: int) -> bool:
-    """Adds requests until there are `count`; False if there is no room for them."""
+def _start(engine: Engine, count: int, limit: int) -> bool:
+    """Adds so many requests and computes their prompts; False if there is no room for them."""
     pacer = engine.pacer
     assert pacer is not None
     pacer.forced = (0, 0)
-    running = len(engine.scheduler.requests)
-    for number in range(running, count):
+    for number in range(count):
         prompt = [(1 + 7 * number + place) % engine.model.spec.vocab_size for place in range(PROMPT_TOKENS)]
         params = SamplingParams(temperature=0, max_tokens=limit - PROMPT_TOKENS, ignore_eos=True)
         try:
             engine.add_request(f"cost-{number}", prompt, params, compute_prompt=True)
         except OutriderError:
             return False
-    while any(request.kv.committed < PROMPT_TOKENS for request in engine.scheduler.requests.values()):
+    requests, done = engine.scheduler.requests, 0
+    while done < count * PROMPT_TOKENS:
         engine.step()
-    return engine.scheduler.num_running == count
+        before, done = done, sum(min(PROMPT_TOKENS, request.kv.committed) for request in requests.values())
+        if done <= before:
+            # Those that run leave no room for the others, and may do so until they end.
+            return False
+    return True
 
 
 def _steps_of_batch(engine: Engine, pacer: Pacer, count: int) -> Iterator[Sample]:
@@ -271,9 +275,9 @@ def _path(engine: Engine) -> Path:
 
 def _processor() -> str:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        for fact in Path("/proc/cpuinfo").read_text().splitlines():
+            if fact.startswith("model name"):
+                return fact.partition(":")[2].strip()
     return platform.processor()
 
 
@@ -284,26 +288,28 @@ def _read(path: Path) -> CostRecord | None:
         record = CostRecord(curves, float(found["per_request_s"]), float(found["per_key_s"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         logger.warning("%s cannot be read and is measured again: %s: %s", path, type(error).__name__, error)
         return None
     sound = all(knot in KNOTS and 0 < seconds < 1e3 for values in curves.values() for knot, seconds in values)
-    return record if sound and 0 <= record.per_request_s < 1 and 0 <= record.per_key_s < 1 else None
+    if sound and curves["target"] and 0 <= record.per_request_s < 1 and 0 <= record.per_key_s < 1:
+        return record
+    logger.warning("%s says what no step can cost, so it is measured again", path)
+    return None
 
 
 def _write(path: Path, record: CostRecord) -> None:
     """Keeps a measurement for the next start; without a place to write to, the next start measures again."""
+    found = {"curves": record.curves, "per_request_s": record.per_request_s, "per_key_s": record.per_key_s}
+    unfinished = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(
-                {
-                    "curves": record.curves,
-                    "per_request_s": record.per_request_s,
-                    "per_key_s": record.per_key_s,
-                },
-                file,
-            )
-        os.replace(file.name, path)
+            unfinished = file.name
+            json.dump(found, file)
+        os.replace(unfinished, path)
     except OSError as error:
         logger.info("the cost of steps is not kept: %s", error)
+        if unfinished is not None:
+            with suppress(OSError):
+                os.unlink(unfinished)

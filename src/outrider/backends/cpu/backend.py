@@ -82,9 +82,6 @@ class CPUBackend(Backend):
     device = torch.device("cpu")
     row_exact = True
     compacts = True
-    # Verifying one more row takes about a fifth of the time of a token, so a draft that is less likely than this to be
-    # accepted costs more than it saves.
-    draft_confidence = 0.2
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
         for entry in (ENTER, WRITE_ROWS):

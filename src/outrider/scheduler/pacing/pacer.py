@@ -34,6 +34,8 @@ was like before says less and less about how it goes on."""
 CHOOSE_EVERY = 4
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
+USUAL_CONTINUATION = 0.75
+"""Mean probability that a draft is accepted if all before it are, until it is known."""
 OBSERVED_RATE = 0.05
 """Weight of the last step in the observed tokens per second."""
 
@@ -138,7 +140,7 @@ class Pacer:
         sizes = tuple(sizes) or (1,)
         self._outlook = Outlook(sizes, chain=footprint.proposing is Proposing.CHAIN)
         """That of all requests."""
-        self._continuation = 0.75
+        self._continuation = USUAL_CONTINUATION
         """Mean probability that a draft is accepted if all before it are."""
         self._rate = 0.0
         self._drafting = Drafting((), Policy(len(sizes) - 1, 3), rate=0.0, plain_rate=0.0)
@@ -154,6 +156,8 @@ class Pacer:
         self.calibration.clear()
         self.counts = PacingCounts()
         self._outlook = Outlook(self._outlook.sizes, chain=self._outlook.chain)
+        self._continuation = USUAL_CONTINUATION
+        self.last_seen = None
         self._observed, self._rate, self._credit_s, self._chosen_for = (0.0, 0.0), 0.0, 0.0, -1
         self._newcomers_k = self._outlook.sizes[-1] if self._asks_drafter else 0
 

@@ -42,7 +42,7 @@ class Machine:
         return self.draft_fixed_s + self.draft_row_s * rows if rows else 0.0
 
     def scaled(self, factor: float, draft_factor: float = 1.0) -> Machine:
-        """The same machine at another speed."""
+        """Returns the same machine at another speed."""
         return Machine(
             fixed_s=self.fixed_s * factor,
             row_s=self.row_s * factor,
