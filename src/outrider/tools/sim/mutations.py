@@ -42,6 +42,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "remote_tier": bool(windows) and scenario.tier_probability > 0,
         "loads": scenario.split or scenario.tier_probability > 0 or scenario.host_probability > 0,
         "transfer_faults": scenario.transfer_faults > 0,
+        "paced": scenario.paced,
         "in_flight": scenario.step_in_flight,
         "ticket_faults": scenario.ticket_faults > 0,
         "readers_stop": any(
