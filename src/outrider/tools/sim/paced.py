@@ -18,7 +18,7 @@ from outrider.scheduler.pacing.pacer import Pace, Pacer
 from outrider.scheduler.pacing.worth import Proposed, Source
 from outrider.scheduler.plan import ScheduledRequest, StepPlan
 from outrider.scheduler.request import Request
-from outrider.speculative.lookup import Lookup, LookupConfig
+from outrider.speculative.lookup import Lookup, LookupConfig, Match
 from outrider.tools.sim.oracle import chance
 
 MOST_LOOKED_UP = 9
@@ -106,18 +106,25 @@ class PacedRunner:
         if kind < DICTATED:
             count = 1 + int(chance(self._seed, "dictated", row.sequence_id, v) * most)
             return FreeDrafts(Source.GRAMMAR, [draft(v + 1 + number) for number in range(count)], replaces)
-        match = self._lookup.find(row.sequence_id, salt, tokens, most)
-        if match is None:
+        matches = self._lookup.find(row.sequence_id, salt, tokens, most)
+        for match in matches:
+            if match.shared:
+                self._check_tenant(row.sequence_id, salt, match, tokens)
+            self._counts["looked_up_in_shared_text" if match.shared else "looked_up_in_own_text"] += 1
+        if not matches:
             return None
+        match = matches[int(chance(self._seed, "match", row.sequence_id, v) * len(matches))]
+        return FreeDrafts(Source.SHARED_TEXT if match.shared else Source.OWN_TEXT, match.drafts, replaces)
+
+    def _check_tenant(self, sequence: str, salt: str, match: Match, tokens: Sequence[int]) -> None:
+        """I11: a draft that is looked up in another text comes from a finished text of the same salt."""
         copied = (*tokens[-match.length :], *match.drafts)
-        if match.shared and not any(_occurs(copied, text) for text in self._finished.get(salt, [])):
+        if not any(_occurs(copied, text) for text in self._finished.get(salt, [])):
             raise InvariantViolation(
                 "I11",
-                f"{row.sequence_id} (salt {salt!r}) was given drafts {match.drafts} after {match.length} equal "
-                "tokens, and no text of its tenant goes on like that",
+                f"{sequence} (salt {salt!r}) was given drafts {match.drafts} after {match.length} equal tokens, and no "
+                "finished text of its tenant goes on like that",
             )
-        self._counts["looked_up_in_shared_text" if match.shared else "looked_up_in_own_text"] += 1
-        return FreeDrafts(Source.SHARED_TEXT if match.shared else Source.OWN_TEXT, match.drafts, replaces)
 
     def length(self, sequence: str, pace: Pace, v: int, k: int) -> int:
         """Returns how many drafts a drafter finds that is asked for k: a chain ends where it is unsure."""
