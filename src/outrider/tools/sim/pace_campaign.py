@@ -46,38 +46,35 @@ BUSY = replace(GPU, row_s=0.002, hidden_rows=1, draft_fixed_s=0.004)
 """Another process takes the arithmetic: rows and passes cost more."""
 
 
-def _loads() -> tuple[Load, ...]:
+def _steady_loads() -> tuple[Load, ...]:
     found = []
     for name, machine in (("cpu", CPU), ("gpu", GPU), ("tiles", TILED)):
-        for chain in (True, False):
+        for kind, chain in (("chain", True), ("block", False)):
             for batch in (1, 4, 8, 32):
                 for skill in (0.4, 0.75) if batch < 32 else (0.6,):
-                    label = f"{name}, {'chain' if chain else 'block'}, batch {batch}, skill {skill}"
+                    label = f"{name}, {kind}, batch {batch}, skill {skill}"
                     found.append(Load(name=label, machine=machine, batch=batch, skill=skill, chain=chain))
-    for chain in (True, False):
-        kind = "chain" if chain else "block"
-        found += [
-            Load(
-                name=f"{kind}, worthless and over-confident",
-                machine=CPU,
-                batch=4,
-                skill=0.04,
-                overconfidence=4.0,
-                chain=chain,
-            ),
-            Load(name=f"{kind}, over-confident", machine=CPU, batch=4, skill=0.4, overconfidence=2.0, chain=chain),
-            Load(
-                name=f"{kind}, becomes good", machine=CPU, batch=2, skill=0.05, later_skill=0.85, chain=chain
-            ),
-            Load(name=f"{kind}, becomes bad", machine=GPU, batch=4, skill=0.85, later_skill=0.1, chain=chain),
-            Load(name=f"{kind}, machine gets busy", machine=GPU, later=BUSY, batch=6, skill=0.7, chain=chain),
-            Load(name=f"{kind}, machine gets free", machine=BUSY, later=GPU, batch=6, skill=0.7, chain=chain),
-            Load(name=f"{kind}, look-up beside it", machine=CPU, batch=4, skill=0.5, copied=0.3, chain=chain),
-        ]
     return tuple(found)
 
 
-LOADS = _loads()
+def _hard_loads(kind: str, chain: bool) -> tuple[Load, ...]:
+    def load(name: str, machine: Machine, batch: int, skill: float, **others: Any) -> Load:
+        return Load(name=f"{kind}, {name}", machine=machine, batch=batch, skill=skill, chain=chain, **others)
+
+    return (
+        load("worthless and over-confident", CPU, 4, 0.04, overconfidence=4.0),
+        load("over-confident", CPU, 4, 0.4, overconfidence=2.0),
+        load("becomes good", CPU, 2, 0.05, later_skill=0.85),
+        load("becomes bad", GPU, 4, 0.85, later_skill=0.1),
+        load("machine gets busy", GPU, 6, 0.7, later=BUSY),
+        load("machine gets free", BUSY, 6, 0.7, later=GPU),
+        load("look-up beside it", CPU, 4, 0.5, copied=0.3),
+    )
+
+
+CHANGING_LOADS = (*_hard_loads("chain", True), *_hard_loads("block", False))
+"""Loads on which a pacer must find out that something is not as it seemed."""
+LOADS = (*_steady_loads(), *CHANGING_LOADS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

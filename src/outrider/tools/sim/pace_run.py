@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from outrider.scheduler.pacing.costs import StepShape, StepTimes
-from outrider.scheduler.pacing.curves import KNOTS
 from outrider.scheduler.pacing.pacer import Pace, Pacer, RequestPace
 from outrider.scheduler.pacing.worth import Proposed, Source
 from outrider.tools.sim.pace_load import Drawn, Load, Machine, Tape
 
-MEASURED_ROWS = KNOTS[:12]
+MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows that are measured at start-up."""
 
 
