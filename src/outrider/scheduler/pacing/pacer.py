@@ -26,8 +26,10 @@ MOST_SAVED = 1.0
 """Most time that may be saved up for such drafts, in steps."""
 PROBED_DRAFTS = 3
 """Number of drafts that are verified to find out whether drafting pays again."""
-OWN_RATE, SHARED_RATE = 0.25, 0.02
+OWN_RATE, SHARED_RATE = 0.1, 0.02
 """Weight of the last proposal in the outlook of its request, and in that of all requests."""
+FORGETTING_RATE = 0.01
+"""Part by which the outlook of a request that is not drafted for comes closer to that of all, at each step."""
 CHOOSE_EVERY = 4
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
@@ -364,6 +366,8 @@ class Pacer:
         request.pending = proposed
         if proposed is None:
             request.probing = False
+            # What is not tried is forgotten: few bad drafts in a row must not be the last that is seen of a request.
+            request.outlook.learn(self._outlook.values, FORGETTING_RATE)
             return
         if proposed.source is not Source.DRAFTER:
             return
