@@ -68,6 +68,7 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.kv",
         "outrider.sanitizer",
         "outrider.scheduler",
+        "outrider.speculative.lookup",
         "outrider.tools.sim",
         "outrider.transfer",
     ),

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp
 
-KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+KNOTS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 """Counts at which a curve has a value of its own; between two of them it is a straight line."""
 LEAST_RATE = 0.02
 """Weight of an observation at a knot that has seen many: what is older than about fifty of them is forgotten."""
@@ -72,21 +72,21 @@ class Curve:
                 # Never unknown again: a value that is old is better than none.
                 self._seen[knot] = max(min(before, 0.5), seen + weight)
                 self._last[knot] = step
-                self._scale_around(knot, error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
+                self.values[knot] *= exp(error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
+                self._drift_beside(knot, 0.5 * error * weight * LEAST_RATE)
         self._since_fill += 1
         if is_new or self._since_fill >= REFILL_AFTER:
             self._fill()
 
-    def _scale_around(self, knot: int, change: float) -> None:
-        """Changes a knot, and its neighbours half as much: the slopes, which say what a further row costs, should not
-        change because only one knot is observed for a while."""
-        values = self.values
-        values[knot] *= exp(change)
-        half = exp(0.5 * change)
+    def _drift_beside(self, knot: int, change: float) -> None:
+        """Changes the neighbours of a knot, half as much as it changes once it has settled: the slopes, which say what
+        a further row costs, should not change because only one knot is observed for a while. What a knot without
+        observations learns at first says nothing of its neighbours."""
+        values, factor = self.values, exp(change)
         if knot > 0:
-            values[knot - 1] *= half
+            values[knot - 1] *= factor
         if knot + 1 < len(values):
-            values[knot + 1] *= half
+            values[knot + 1] *= factor
 
     def put(self, count: int, seconds: float, weight: float) -> None:
         """Sets the value of a knot, as if it had been observed `weight` times."""

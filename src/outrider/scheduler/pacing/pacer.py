@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.kv.footprint import KVFootprint, Proposing
-from outrider.scheduler.pacing.choice import Drafting, choose_drafting, choose_verified
+from outrider.scheduler.pacing.choice import ChainPasses, Drafting, choose_drafting, choose_verified
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy, extended
 from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
@@ -233,16 +233,16 @@ class Pacer:
             outlooks = []
         costs, passes = self.costs, self._passes
 
-        def step_s(many: int, drafts: float, gained: float, chain_passes: float, policy: Policy) -> float:
+        def step_s(many: int, drafts: float, gained: float, made: ChainPasses, policy: Policy) -> float:
             # Positions are fed and rows are run in whole numbers; on average, anything in between.
             target_s = costs.target_s(round(committed + drafts), committed, keys)
             fed = round(committed + gained) if self._footprint.groups else 0
-            drafted_s = costs.draft_s(fed, ()) + passes(many, chain_passes, policy)
+            drafted_s = costs.draft_s(fed, ()) + passes(many, made, policy)
             return target_s + drafted_s + costs.host_s(committed, drafting=many > 0)
 
         last = self._drafting.policy
         if not self._rate or len(paced) != self._chosen_for:
-            self._rate = committed / step_s(0, 0.0, 0.0, 0.0, last)
+            self._rate = committed / step_s(0, 0.0, 0.0, (), last)
             found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
             self._rate, last = found.rate, found.policy
         found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
@@ -261,25 +261,23 @@ class Pacer:
         """Most drafts to propose for the chosen requests."""
         return self._outlook.sizes[self._drafting.policy.size]
 
-    def _passes(self, many: int, chain_passes: float, policy: Policy) -> float:
-        """Seconds of the drafter's passes that propose for so many requests."""
+    def _passes(self, many: int, made: ChainPasses, policy: Policy) -> float:
+        """Seconds of the drafter's passes that propose for so many requests. `made`: what passes a chain makes."""
         footprint, curve, speed = self._footprint, self.costs.draft, self.costs.speed
         if not many:
             return 0.0
         k = self._outlook.sizes[policy.size]
         if footprint.proposing is not Proposing.CHAIN:
             return speed * footprint.passes(k) * curve.at(many * footprint.query_len(k))
-        # Every pass goes on with those requests whose drafts so far are likely enough: fewer and fewer.
-        mean = chain_passes / many
-        going_on, rows, seconds, left = 1.0 - 1.0 / max(1.0, mean), float(many), 0.0, mean
-        for _pass in range(k):
-            rows = min(rows, many * left)
-            if rows < 0.01:
-                break
-            seconds += curve.at(round(rows)) if rows >= 1.0 else rows * curve.at(1)
-            left -= rows / many
-            rows *= going_on + (1.0 - going_on) * (mean / k)
-        return speed * seconds
+        return speed * sum(any_does * curve.at(round(mean / any_does)) for mean, any_does in made[:k] if any_does > 0.01)
+
+    def _all_alike(self, many: int, policy: Policy) -> ChainPasses:
+        """What passes a chain makes for so many requests that are like all."""
+        if not self._outlook.chain:
+            return ()
+        first = self._outlook.passes_at(policy)
+        makes = self._outlook.values[first : first + self._outlook.sizes[-1]]
+        return [(many * each, 1.0 - (1.0 - each) ** many) for each in makes]
 
     def _verify(self, paced: Sequence[PacedRequest], rows: int) -> None:
         joint: list[Sequence[float]] = []
@@ -336,7 +334,7 @@ class Pacer:
         drafts for one."""
         sizes = self._outlook.sizes
         size = sizes[0]
-        probe_s = self._passes(1, float(min(size, PROBED_DRAFTS)), Policy(0, 0))
+        probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(0, 0))
         probe_s += self._more_rows_s(rows, PROBED_DRAFTS)
         if self._credit_s < probe_s or not paced:
             return
@@ -351,7 +349,7 @@ class Pacer:
                 return
         if self._drafting.policy.size < len(sizes) - 1:
             most = Policy(len(sizes) - 1, 0)
-            self._credit_s -= self._passes(1, float(sizes[-1]), most)
+            self._credit_s -= self._passes(1, [(1.0, 1.0)] * sizes[-1], most)
             request = paced[self._turn % len(paced)]
             request.wanted = min(request.k, sizes[-1])
 
@@ -364,7 +362,7 @@ class Pacer:
         row_s = self._more_rows_s(rows, span) / span
         found = self._drafting
         many, at = len(found.requests), self._outlook.at(found.policy)
-        passes_s = self._passes(many, many * self._outlook.values[at + 2], found.policy)
+        passes_s = self._passes(many, self._all_alike(many, found.policy), found.policy)
         return Pace(
             rate=rate,
             row_price=rate * row_s,
