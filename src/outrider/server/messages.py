@@ -45,6 +45,8 @@ class Submit(Message, frozen=True, kw_only=True):
     salt: str = ""
     priority: int = 0
     speculate: bool = True
+    num_speculative_tokens: int | None = None
+    """How many drafts to propose and verify at each step; None leaves it to the engine."""
     stream: bool = True
     """False for one delta, at the end."""
     hand_over: bool = False

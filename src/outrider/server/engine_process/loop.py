@@ -132,6 +132,7 @@ class EngineLoop:
                 priority=order.priority,
                 salt=order.salt,
                 speculate=order.speculate,
+                num_speculative_tokens=order.num_speculative_tokens,
                 hand_over=order.hand_over,
                 ticket=order.ticket,
                 compute_prompt=order.compute_prompt,
