@@ -214,14 +214,15 @@ class Drafting:
             return FreeProposal(request.forced, self._calibrated(request, Source.GRAMMAR, certain))
         if self.lookup is None or self._pace is None or self._pace.lookup < 1 or most < 1:
             return None
-        match = self.lookup.find(request.id, request.salt, request.tokens, most)
-        if match is None:
-            return None
-        drafts = request.allowed(match.drafts)
-        if not drafts:
-            return None
-        source = Source.SHARED_TEXT if match.shared else Source.OWN_TEXT
-        return FreeProposal(drafts, self._calibrated(request, source, match.probabilities()[: len(drafts)]))
+        best, best_value = None, -1.0
+        for match in self.lookup.find(request.id, request.salt, request.tokens, most):
+            drafts = request.allowed(match.drafts)
+            source = Source.SHARED_TEXT if match.shared else Source.OWN_TEXT
+            proposed = self._calibrated(request, source, match.probabilities()[: len(drafts)])
+            value = self._pace.value(proposed.joint)
+            if drafts and value > best_value:
+                best, best_value = FreeProposal(drafts, proposed), value
+        return best
 
     def _calibrated(self, request: RunningRequest, source: Source, probabilities: Sequence[float]) -> Proposed:
         assert self._calibration is not None

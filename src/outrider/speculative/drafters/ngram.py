@@ -31,7 +31,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, rows: Sequence[ProposeRow]) -> list[list[int]]:
         found = [self._lookup.find(request.id, ALONE, request.tokens, k) for request, _v, k, _tap_row in rows]
-        return [[] if match is None else match.drafts for match in found]
+        return [matches[0].drafts if matches else [] for matches in found]
 
     def forget(self, request_id: str) -> None:
         self._lookup.forget(request_id)

@@ -49,29 +49,29 @@ class Lookup:
         own = sum(text.memory_bytes for text in self._own.values())
         return own + (self._shared.memory_bytes if self._shared is not None else 0)
 
-    def find(self, key: str, salt: str, tokens: Sequence[int], k: int) -> Match | None:
+    def find(self, key: str, salt: str, tokens: Sequence[int], k: int) -> list[Match]:
         """Returns what followed the longest occurrence of the end of the text, at most `k` tokens of it: in the text
-        itself, or in a finished text of the same salt if more tokens agree there. With k = 0 only the index is brought
+        itself, and in a finished text of the same salt if more tokens agree there. With k = 0 only the index is brought
         up to date."""
         own = self._own.get(key)
         if own is None:
             own = self._own[key] = OwnText(self._config)
         self._indexed_tokens += own.follow(tokens)
         if k <= 0:
-            return None
+            return []
         self.lookups += 1
         recent = list(tokens[-self._config.longest_match :])
         recent.reverse()
         found = own.find(recent, k)
+        matches = [] if found is None else [found]
+        self.own_hits += len(matches)
         length = found.length if found is not None else 0
         if self._shared is not None and length < len(recent):
-            better = self._shared.find(salt, recent, length + 1, k)
-            if better is not None:
+            longer = self._shared.find(salt, recent, length + 1, k)
+            if longer is not None:
                 self.shared_hits += 1
-                return better
-        if found is not None:
-            self.own_hits += 1
-        return found
+                matches.append(longer)
+        return matches
 
     def finish(self, key: str, salt: str, tokens: Sequence[int]) -> None:
         """Has the requests of the same salt copy from this text, and drops what is kept for the request itself."""

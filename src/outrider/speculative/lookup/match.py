@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-EVEN_LENGTH = 3.0
-"""Length of a match after which a copied token is as likely right as wrong."""
-SHARED_DISCOUNT = 0.9
-"""What is left of a probability if the match is in another text: a text repeats itself more than it repeats others."""
+OWN_EVEN_LENGTH = 1.0
+"""Length of a match in the request's own text after which a copied token is as likely right as wrong. Measured on
+answers that copy from their prompts."""
+SHARED_EVEN_LENGTH = 9.0
+"""Length of a match in another text after which that is so. Measured between requests that have little in common."""
 
 
 class Match(NamedTuple):
@@ -33,9 +34,8 @@ def draft_probability(length: int, place: int, shared: bool) -> float:
     """Returns the probability that the draft at `place` is accepted if all drafts before it are.
 
     Once the drafts before it are accepted, `length + place` tokens agree with the occurrence that is copied, so the
-    draft is as good as the first one of a match of that length. With a match of n tokens it is n / (n + 3): 0.5 for
-    3 tokens, 0.73 for 8, 0.91 for 32; and nine tenths of that if the occurrence is in another text.
+    draft is as good as the first one of a match of that length. After n tokens that agree it is n / (n + 1) in the
+    request's own text (0.75 for 3 tokens, 0.89 for 8, 0.97 for 32), and n / (n + 9) in another one (0.25, 0.47, 0.78).
     """
     agreeing = length + place
-    probability = agreeing / (agreeing + EVEN_LENGTH)
-    return SHARED_DISCOUNT * probability if shared else probability
+    return agreeing / (agreeing + (SHARED_EVEN_LENGTH if shared else OWN_EVEN_LENGTH))

@@ -62,7 +62,7 @@ class Chains:
             heads[bucket] = position
 
     def _grow(self, end: int) -> None:
-        """Makes room for a text twice as long as this one, so that each token is moved to new buckets twice at most on
+        """Makes room for a text at least twice as long, so that a text that grows is indexed no more than twice on
         average."""
         buckets = max(FEWEST_BUCKETS, 1 << (2 * end - 1).bit_length())
         self._mask = buckets - 1

@@ -106,10 +106,6 @@ class SharedTexts:
         return self._end - self._floor
 
     @property
-    def texts(self) -> int:
-        return len(self._texts)
-
-    @property
     def memory_bytes(self) -> int:
         return self._ring.itemsize * self._size + sum(chains.memory_bytes for chains in self._chains)
 
@@ -126,7 +122,9 @@ class SharedTexts:
             tenant = Tenant(salt, self._next_tenant)
             self._next_tenant += 1
         blocks, known = self._unknown_blocks(tenant.number, tokens)
-        # The tokens before the first new one are stored again, so that matches may reach back into them.
+        # The last known block enters the index again: a text may have ended there, and its copies with it. The tokens
+        # before are only stored, so that matches may reach back into them.
+        known = max(0, known - BLOCK_TOKENS)
         begin = max(0, known - self._config.longest_match)
         if len(tokens) - begin > self._size:
             # Blocks that are not in the ring must not keep a later text from entering it.
@@ -148,7 +146,7 @@ class SharedTexts:
         self.indexed_tokens += len(text) - first
 
     def _unknown_blocks(self, tenant: int, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """Returns the keys of the blocks that no text of the tenant begins with, and the position where they start."""
+        """Returns the keys of the blocks with which no text of the tenant begins, and the position where they start."""
         new: list[int] = []
         known = 0
         for end, key in self._block_keys(tenant, tokens):
