@@ -77,10 +77,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; results come in the order of the prompts.
 
-        A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and
-        all others are served. Without `speculate` nothing is drafted; `num_speculative_tokens` fixes how many tokens
-        are drafted at each step, where the engine would choose. The text is the same either way. With a `kv_transfer_config`, `hand_over` computes only the prompts, and each result has
-        a `ticket`: another engine that is given it (one for each prompt) starts from their KV.
+        A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and all
+        others are served. Without `speculate` nothing is drafted; `num_speculative_tokens` fixes how many tokens are
+        drafted at each step, where the engine would choose. The text is the same either way. With a
+        `kv_transfer_config`, `hand_over` computes only the prompts, and each result has a `ticket`: another engine that
+        is given it (one for each prompt) starts from their KV.
         """
         given, alone = _prompts_of(prompts)
         params = self._params_for(sampling_params, len(given))
