@@ -70,7 +70,7 @@ async function watchChoice(signal) {
 }
 
 function tellModel(card) {
-  const drafting = card.drafter ? `${card.drafter} drafts up to ${card.num_speculative_tokens} tokens` : "no speculation";
+  const drafting = card.drafter ? `${card.drafter} drafts up to ${card.num_speculative_tokens} tokens${card.chooses_drafts ? ", as many as pay" : ""}` : "no speculation";
   choice.appear(card.chooses_drafts);
   at("model").textContent = `${card.id} · ${drafting} · ${card.max_model_len.toLocaleString("en")} tokens of context`;
   at("model").title = at("model").textContent;
