@@ -4,7 +4,7 @@ index.html · style.css · icon.svg
 app.js       settings, key, conversation, and which part is shown
 answer.js    one answer: its tokens by origin, and its statistics
 api.js       requests, event streams and error messages
-choice_view.js  how much is speculated, and why
+choice_view.js   how much is speculated, and why
 kv_view.js   arenas, page counts and cache hits, live
 page_map.js  the pages of one arena, drawn on a canvas
 """

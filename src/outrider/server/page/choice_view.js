@@ -82,7 +82,7 @@ function inWords(choice, steps) {
 }
 
 function times(choice) {
-  return choice.plain_rate ? `give ${(choice.rate / choice.plain_rate).toFixed(2)} times the speed` : "pay";
+  return choice.plain_rate ? `promise ${(choice.rate / choice.plain_rate).toFixed(2)} times the speed` : "are tried";
 }
 
 function rate(value) {
@@ -90,7 +90,8 @@ function rate(value) {
 }
 
 function milliseconds(seconds) {
-  return (1000 * seconds).toPrecision(2);
+  const value = 1000 * seconds;
+  return value < 10 ? value.toPrecision(2) : value.toFixed(0);
 }
 
 function element(kind, attributes) {
