@@ -1,4 +1,4 @@
-"""`outrider bench serve`: the cost of HTTP, and what a server still holds after a load."""
+"""`outrider bench serve`: the cost of HTTP, speed under several loads, and what a server still holds after a load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from outrider.cli.bench_serve_rates import (
+    DEFAULT_ROUNDS,
+    QUICK_ROUNDS,
+    QUICK_TOKENS,
+    ServerLoadOptions,
+    measure_server,
+    print_rates,
+    rates_config,
+)
 from outrider.cli.drafter_options import with_default_speculation
 from outrider.cli.engine_options import (
     AsJson,
@@ -22,22 +31,32 @@ from outrider.cli.grouped import grouped, panel
 from outrider.cli.terminal import errors, loading, note, out
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
+from outrider.models.resolve import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from outrider.tools.bench.serve_rates import RatesConfig
     from outrider.tools.bench.server_process import ServerProcess
 
 measured_option = panel("What is measured")
 load_option = panel("Load")
 LOAD_KV_BYTES = 256 << 20
+DEFAULT_OVERHEAD_TOKENS, DEFAULT_OVERHEAD_ROUNDS = 128, 7
 
 SERVE_BENCH_HELP = (
-    "Measure what HTTP costs, or put a server under load.\n\n"
+    "Measure a server: its speed under several loads, what HTTP costs, or what is left after a load.\n\n"
     "Runs the same requests, one at a time, in this process and over HTTP through a server that it starts, in turns. "
     "Reports tokens per second, time to the first token, and whether the texts are the same. With [bold]--load[/bold], "
     "many clients send random requests instead; some requests are malformed, some clients disconnect early, and the "
     "engine process is killed in between. Afterwards no page, memory or file may be left in use.\n\n"
+    "With [bold]--url[/bold] or [bold]--concurrency[/bold] it reports tokens per second, time to the first token, "
+    "time per token and failed requests under each of several loads, of any server that speaks OpenAI's API. Requests "
+    "come from clients that wait for their answers ([bold]--concurrency[/bold]), at random ([bold]--rate[/bold]) or in "
+    "bursts ([bold]--burst[/bold]). [bold]--compare-speculation[/bold] sends everything to one of Outrider's servers "
+    "with speculation and without, in turns.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider bench serve\n\n"
+    "  outrider bench serve --url http://127.0.0.1:8000 --concurrency 1,2,4,8,16\n\n"
+    "  outrider bench serve --compare-speculation --burst 8/2.0 --quick\n\n"
     "  outrider bench serve --load --minutes 5 --clients 32 --sanitizer raise"
 )
 
@@ -47,24 +66,59 @@ def bench_serve(
     *,
     positional: PositionalModel = None,
     prompt_tokens: Annotated[int, measured_option(min=1, help="Length of each prompt.")] = 64,
-    tokens: Annotated[int, measured_option(min=2, help="Tokens to generate for each prompt.")] = 128,
-    rounds: Annotated[int, measured_option(min=1, help="Rounds; medians are reported.")] = 7,
+    tokens: Annotated[
+        int | None,
+        measured_option(
+            min=2,
+            help=f"Tokens to generate for each prompt. Default {DEFAULT_OVERHEAD_TOKENS}; {QUICK_TOKENS} with --quick.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        measured_option(
+            min=1,
+            help=f"Rounds. Default {DEFAULT_OVERHEAD_ROUNDS}; under several loads {DEFAULT_ROUNDS}, with --quick "
+            f"{QUICK_ROUNDS}.",
+        ),
+    ] = None,
     load: Annotated[bool, load_option("--load", help="Put the server under load instead.")] = False,
     clients: Annotated[int, load_option(min=1, help="Clients at once.")] = 32,
     minutes: Annotated[float, load_option(help="Duration of the load.")] = 1.0,
     kills: Annotated[int, load_option(min=0, help="How often the engine process is killed.")] = 1,
-    seed: Annotated[int, load_option(help="Seed of the clients' random requests.")] = 0,
+    seed: Annotated[int, load_option(help="Seed of the clients' random requests, and of arrivals at random.")] = 0,
     as_json: AsJson = False,
+    server: ServerLoadOptions,
     model: ModelOptions,
     engine: EngineOptions,
 ) -> None:
+    if load and server.is_wanted:
+        raise ConfigError(
+            "--load excludes the options of a server under several loads (--url, --concurrency, …); leave it out"
+        )
     name = chosen_model(positional, model)
+    if server.is_wanted:
+        rates = rates_config(server, prompt_tokens=prompt_tokens, tokens=tokens, rounds=rounds, seed=seed)
+        if server.url is None:
+            config = engine_config(name, model, with_default_speculation(engine, name))
+            report = _rates_of_own_server(config, rates)
+        else:
+            _refuse_engine_options(model, engine)
+            # The default is no wish: the server may have another model.
+            wanted = None if name == DEFAULT_MODEL else name
+            report = measure_server(rates, server.url, model=wanted, key=server.api_key)
+        _finish_rates(report, as_json=as_json)
+        return
     engine = with_default_speculation(engine, name)
     config = engine_config(name, model, engine)
     if load:
         report = _load(config, clients=clients, minutes=minutes, kills=kills, seed=seed)
     else:
-        report = _overhead(config, prompt_tokens=prompt_tokens, tokens=tokens, rounds=rounds)
+        report = _overhead(
+            config,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens or DEFAULT_OVERHEAD_TOKENS,
+            rounds=rounds or DEFAULT_OVERHEAD_ROUNDS,
+        )
     if as_json:
         typer.echo(json.dumps(report))
     elif load:
@@ -72,6 +126,30 @@ def bench_serve(
     else:
         _print_overhead(report)
     if load and report["problems"]:
+        raise typer.Exit(1)
+
+
+def _refuse_engine_options(model: ModelOptions, engine: EngineOptions) -> None:
+    if engine != EngineOptions() or replace(model, model=DEFAULT_MODEL) != ModelOptions():
+        raise ConfigError("options of the engine are for a server that is started here; leave them out, or --url")
+
+
+def _rates_of_own_server(config: EngineConfig, rates: RatesConfig) -> dict[str, Any]:
+    server = _start(config, "--log-interval", "0")
+    try:
+        return measure_server(rates, server.url, model=None, key=None)
+    finally:
+        server.stop()
+
+
+def _finish_rates(report: dict[str, Any], *, as_json: bool) -> None:
+    from outrider.tools.bench.serve_rates import any_failures
+
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        print_rates(report)
+    if any_failures(report):
         raise typer.Exit(1)
 
 

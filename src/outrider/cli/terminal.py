@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,6 +36,13 @@ def plain_table(title: str, *headings: str) -> Table:
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     return table
+
+
+def ratio_text(measure: Mapping[str, Any]) -> str:
+    """Returns a ratio of pairs, and the range of its middle half where there are several."""
+    low, high = measure["spread"]
+    several = len(measure["pairs"]) > 1
+    return f"{measure['ratio']:.2f}×" + (f" ({low:.2f}–{high:.2f})" if several else "")
 
 
 def progress_bar() -> Progress:

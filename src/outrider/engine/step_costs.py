@@ -36,7 +36,9 @@ REPETITIONS = 3
 """Number of steps of each kind. The first one may compile kernels, so it does not count."""
 PROMPT_TOKENS = 4
 LONG_PROMPT_TOKENS = 1024
-WEIGHT = 10.0
+LONG_CONTEXT = 512
+"""Positions per request from which on a context is long."""
+WEIGHT = 25.0
 """Number of observations that a measured cost counts for."""
 MEASURING = "measuring the cost of steps (once for this machine and model)"
 
@@ -138,7 +140,7 @@ def _steps(engine: Engine, pacer: Pacer, verified: int, proposed: int) -> Iterat
 
 def _long_context(engine: Engine, pacer: Pacer, limit: int) -> Iterator[Sample]:
     count = min(LONG_PROMPT_TOKENS, limit // 2)
-    if count < 64:
+    if count < LONG_CONTEXT:
         return
     pacer.forced = (0, 0)
     prompt = [(3 + 5 * place) % engine.model.spec.vocab_size for place in range(count)]
@@ -162,9 +164,12 @@ def _drop_all(engine: Engine) -> None:
 
 def fitted(samples: Sequence[Sample]) -> CostRecord:
     """Returns the costs that explain the samples. A step may be held up by anything, so fast ones count."""
-    shapes = [sample.work.shape for sample in samples]
-    short = [sample for sample in samples if sample.work.shape.keys < 256 * sample.work.shape.rows]
-    target = _fastest((each.work.shape.requests, each.work.shape.rows, each.work.target_s) for each in short)
+    per_key_s = _per_key(samples)
+    short = [sample for sample in samples if not _is_long(sample)]
+    target = _fastest(
+        (each.work.shape.requests, each.work.shape.rows, each.work.target_s - per_key_s * each.work.shape.keys)
+        for each in short
+    )
     per_request_s = _per_request(target)
     by_rows: dict[int, list[float]] = defaultdict(list)
     for (requests, rows), seconds in target.items():
@@ -182,23 +187,31 @@ def fitted(samples: Sequence[Sample]) -> CostRecord:
     for each in short:
         host[each.work.shape.requests].append(each.host_s)
     curves = {
-        "target": {rows: sum(values) / len(values) for rows, values in by_rows.items()},
+        "target": {rows: min(values) for rows, values in by_rows.items()},
         "feed": {fed: seconds for (_none, fed), seconds in feed.items()},
         "draft": passes,
         "host": {requests: median(values) for requests, values in host.items()},
     }
-    # The step with a long context has one row, as the first ones had.
-    long = [each for each in samples if each not in short and each.work.shape.requests == 1]
-    per_key_s = 0.0
-    if long and (1, 1) in target:
-        slow = min(long, key=lambda each: each.work.target_s)
-        per_key_s = max(0.0, (slow.work.target_s - target[1, 1]) / slow.work.shape.keys)
-    assert shapes
     known = {
         name: [(count, values[count]) for count in sorted(values) if count in KNOTS and values[count] > 0.0]
         for name, values in curves.items()
     }
     return CostRecord(known, per_request_s, per_key_s)
+
+
+def _is_long(sample: Sample) -> bool:
+    return sample.work.shape.keys >= LONG_CONTEXT * sample.work.shape.requests
+
+
+def _per_key(samples: Sequence[Sample]) -> float:
+    """Returns what a further position of context costs, from single requests with a short and with a long one."""
+    alone = [sample.work for sample in samples if sample.work.shape.requests == sample.work.shape.rows == 1]
+    long = [work for work in alone if work.shape.keys >= LONG_CONTEXT]
+    short = [work for work in alone if work.shape.keys < LONG_CONTEXT]
+    if not long or not short:
+        return 0.0
+    slow, fast = min(long, key=lambda work: work.target_s), min(short, key=lambda work: work.target_s)
+    return max(0.0, (slow.target_s - fast.target_s) / (slow.shape.keys - fast.shape.keys))
 
 
 def _fastest(found: Iterator[tuple[int, int, float]]) -> dict[tuple[int, int], float]:

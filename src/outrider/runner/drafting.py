@@ -212,24 +212,29 @@ class Drafting:
             # The drafter would have to start with them too.
             certain = tuple(CERTAIN for _ in request.forced)
             return FreeProposal(request.forced, self._calibrated(request, Source.GRAMMAR, certain))
-        if self.lookup is None or self._pace is None or self._pace.lookup < 1 or most < 1:
+        pace = self._pace
+        if self.lookup is None or pace is None or pace.lookup < 1 or most < 1 or pace.row_price >= CERTAIN:
             return None
         best, best_value = None, -1.0
         for match in self.lookup.find(request.id, request.salt, request.tokens, most):
             drafts = request.allowed(match.drafts)
             source = Source.SHARED_TEXT if match.shared else Source.OWN_TEXT
-            proposed = self._calibrated(request, source, match.probabilities()[: len(drafts)])
-            value = self._pace.value(proposed.joint)
+            probabilities = match.probabilities()[: len(drafts)]
+            proposed = self._calibrated(request, source, probabilities, least=pace.least_joint)
+            drafts, value = drafts[: len(proposed.joint)], pace.value(proposed.joint)
             if drafts and value > best_value:
                 best, best_value = FreeProposal(drafts, proposed), value
         return best
 
-    def _calibrated(self, request: RunningRequest, source: Source, probabilities: Sequence[float]) -> Proposed:
+    def _calibrated(
+        self, request: RunningRequest, source: Source, probabilities: Sequence[float], *, least: float = 0.0
+    ) -> Proposed:
+        """Corrects the probabilities of drafts as long as these are at least `least` likely to be accepted."""
         assert self._calibration is not None
         assert request.record.pace is not None
         shift = request.record.pace.shifts.by_source[source]
-        joint = self._calibration.joint(source, probabilities, shift)
-        return Proposed(source, tuple(probabilities), joint)
+        joint = self._calibration.joint(source, probabilities, shift, least=least)
+        return Proposed(source, tuple(probabilities[: len(joint)]), joint)
 
     def _feeds(
         self,

@@ -169,7 +169,7 @@ class Runner:
     def _shape(self, plan: StepPlan, rows: int, drafted: DraftedStep) -> StepShape:
         keys = prompt_rows = 0
         for row in plan.scheduled:
-            keys += row.num_rows * row.end
+            keys += row.end
             prompt_rows += row.num_rows + row.tap_rows - (row.drafts + 1 if row.samples else 0)
         return StepShape(len(plan.scheduled), rows, keys, drafted.fed, drafted.passes, prompt_rows)
 

@@ -1,6 +1,6 @@
 """What a step costs, learnt from the steps themselves.
 
-    target    S * (target(rows) + per_request * requests + per_key * keys read)
+    target    S * (target(rows) + per_request * requests + per_key * context lengths of all requests)
     draft     S * (feed(fed positions) + sum of draft(rows) over the drafter's passes)
     host      S * host(requests)        all that is left of the step: planning, looking up, handing out
 
@@ -32,7 +32,7 @@ class StepShape(NamedTuple):
     rows: int
     """Rows of the target."""
     keys: int
-    """Keys that these rows read, over all requests."""
+    """Context lengths of all requests: the rows of a request read the same keys."""
     fed: int
     """Positions that the drafter was fed."""
     passes: tuple[int, ...]
@@ -82,9 +82,9 @@ class StepCosts:
     def target_s(self, rows: int, requests: int, keys: float) -> float:
         return self.speed * (self.target.at(rows) + self.per_request_s * requests + self.per_key_s * keys)
 
-    def rows_s(self, rows: int, keys: float) -> float:
+    def rows_s(self, rows: int) -> float:
         """The part of the target's time that grows with its rows."""
-        return self.speed * (self.target.at(rows) + self.per_key_s * keys)
+        return self.speed * self.target.at(rows)
 
     def draft_s(self, fed: int, passes: Iterable[int]) -> float:
         return self.speed * (self.feed.at(fed) + sum(map(self.draft.at, passes)))

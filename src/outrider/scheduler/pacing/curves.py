@@ -64,10 +64,21 @@ class Curve:
                 seen = self._seen[knot]
                 is_new |= seen < 0.5 <= seen + weight
                 self._seen[knot] = seen + weight
-                self.values[knot] *= exp(error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
+                self._scale_around(knot, error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
         self._since_fill += 1
         if is_new or self._since_fill >= REFILL_AFTER:
             self._fill()
+
+    def _scale_around(self, knot: int, change: float) -> None:
+        """Changes a knot, and its neighbours half as much: the slopes, which say what a further row costs, should not
+        change because only one knot is observed for a while."""
+        values = self.values
+        values[knot] *= exp(change)
+        half = exp(0.5 * change)
+        if knot > 0:
+            values[knot - 1] *= half
+        if knot + 1 < len(values):
+            values[knot + 1] *= half
 
     def put(self, count: int, seconds: float, weight: float) -> None:
         """Sets the value of a knot, as if it had been observed `weight` times."""

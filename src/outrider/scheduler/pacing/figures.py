@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from outrider.scheduler.pacing.worth import Source
 
+SOURCES = tuple(source.name.lower() for source in Source)
+"""Names of the sources of drafts, in the order of the counts by source."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:

@@ -21,8 +21,10 @@ from outrider.scheduler.pacing.figures import Choice, PacingCounts
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy, extended
 from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
 
-PROBING_PART = 0.01
+PROBING_PART = 0.005
 """Part of the time that goes into drafts which are not expected to pay."""
+MOST_SAVED = 1.0
+"""Most time that may be saved up for such drafts, in steps."""
 PROBED_DRAFTS = 3
 """Number of drafts that are verified to find out whether drafting pays again."""
 OWN_RATE, SHARED_RATE = 0.25, 0.02
@@ -57,6 +59,11 @@ class Pace:
             return 0.0
         drafts, accepted, _passes = request.outlook.values[self.outlook_at : self.outlook_at + 3]
         return accepted - self.row_price * drafts - self.draft_price
+
+    @property
+    def least_joint(self) -> float:
+        """Least joint probability of a draft that may be worth verifying, even if rows become cheaper."""
+        return 0.5 * self.row_price
 
     def value(self, joint: Sequence[float]) -> float:
         """The tokens that these drafts are expected to gain, less what their rows cost."""
@@ -174,19 +181,18 @@ class Pacer:
         if self.forced is not None:
             return self._force(paced)
         count = len(decoding)
-        mean_keys = keys / count if count else 0.0
         if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY:
-            self._choose(paced, count, mean_keys)
+            self._choose(paced, count, keys)
         self._choice_age += 1
-        self._verify(paced, rows, mean_keys)
+        self._verify(paced, rows)
         size, chosen = self._size, self._chosen
         for request in paced:
             request.wanted = min(request.k, size) if request.pace in chosen else 0
         if not self._asks_drafter:
-            return self._pace(rows, count, mean_keys)
+            return self._pace(rows, count)
         if len(chosen) < len(paced) or self._drafting.policy.size < len(self._outlook.sizes) - 1:
-            self._probe(paced, rows, mean_keys)
-        return self._pace(rows, count, mean_keys)
+            self._probe(paced, rows)
+        return self._pace(rows, count)
 
     def _force(self, paced: Sequence[PacedRequest]) -> Pace:
         assert self.forced is not None
@@ -196,7 +202,7 @@ class Pacer:
         self._newcomers_k = proposed
         return Pace(rate=1.0, row_price=0.0, going_on=0.0, lookup=0, draft_price=0.0, outlook_at=-1)
 
-    def _choose(self, paced: Sequence[PacedRequest], count: int, mean_keys: float) -> None:
+    def _choose(self, paced: Sequence[PacedRequest], count: int, keys: int) -> None:
         """Chooses for which requests to propose from now on."""
         outlooks = [request.pace.outlook for request in paced if request.pace is not None]
         # Before the first request decodes, the choice is for one like all before it.
@@ -207,7 +213,7 @@ class Pacer:
 
         def step_s(many: int, drafts: float, gained: float, chain_passes: float, policy: Policy) -> float:
             # Positions are fed and rows are run in whole numbers; on average, anything in between.
-            target_s = costs.target_s(round(committed + drafts), committed, (committed + drafts) * mean_keys)
+            target_s = costs.target_s(round(committed + drafts), committed, keys)
             fed = round(committed + gained) if self._footprint.groups else 0
             drafted_s = costs.draft_s(fed, ()) + passes(many, chain_passes, policy)
             return target_s + drafted_s + costs.host_s(committed)
@@ -250,7 +256,7 @@ class Pacer:
             rows *= going_on + (1.0 - going_on) * (mean / k)
         return speed * seconds
 
-    def _verify(self, paced: Sequence[PacedRequest], rows: int, mean_keys: float) -> None:
+    def _verify(self, paced: Sequence[PacedRequest], rows: int) -> None:
         joint: list[Sequence[float]] = []
         base, offered = rows, 0
         for request in paced:
@@ -269,11 +275,7 @@ class Pacer:
                 offered += request.drafts
         if not offered:
             return
-        costs = self.costs
-
-        def rows_s(number: int) -> float:
-            return costs.rows_s(number, number * mean_keys)
-
+        rows_s = self.costs.rows_s
         counts, _least = choose_verified(joint, base_rows=base, rows_s=rows_s, rate=self._rate)
         for request, verified, each in zip(paced, counts, joint, strict=True):
             if each:
@@ -290,13 +292,13 @@ class Pacer:
         self._credit_s -= row_s
         return 1
 
-    def _probe(self, paced: Sequence[PacedRequest], rows: int, mean_keys: float) -> None:
+    def _probe(self, paced: Sequence[PacedRequest], rows: int) -> None:
         """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
         drafts for one."""
         sizes = self._outlook.sizes
         size = sizes[0]
         probe_s = self._passes(1, float(min(size, PROBED_DRAFTS)), Policy(0, 0))
-        probe_s += self._more_rows_s(rows, PROBED_DRAFTS, mean_keys)
+        probe_s += self._more_rows_s(rows, PROBED_DRAFTS)
         if self._credit_s < probe_s or not paced:
             return
         self._turn += 1
@@ -314,14 +316,13 @@ class Pacer:
             request = paced[self._turn % len(paced)]
             request.wanted = min(request.k, sizes[-1])
 
-    def _more_rows_s(self, rows: int, more: int, mean_keys: float) -> float:
-        costs = self.costs
-        return costs.rows_s(rows + more, (rows + more) * mean_keys) - costs.rows_s(rows, rows * mean_keys)
+    def _more_rows_s(self, rows: int, more: int) -> float:
+        return self.costs.rows_s(rows + more) - self.costs.rows_s(rows)
 
-    def _pace(self, rows: int, count: int, mean_keys: float) -> Pace:
+    def _pace(self, rows: int, count: int) -> Pace:
         rate = self._rate
         span = max(4, count)
-        row_s = self._more_rows_s(rows, span, mean_keys) / span
+        row_s = self._more_rows_s(rows, span) / span
         self._row_price = rate * row_s
         found = self._drafting
         many, at = len(found.requests), self._outlook.at(found.policy)
@@ -375,7 +376,8 @@ class Pacer:
         self.last_seen = shape, times
         if self.forced is not None:
             return
-        self._credit_s = min(self._credit_s + PROBING_PART * times.total_s, 50 * times.total_s)
+        if self._chosen_for > 0:
+            self._credit_s = min(self._credit_s + PROBING_PART * times.total_s, MOST_SAVED * times.total_s)
         if shape.prompt_rows or not tokens or times.total_s <= 0.0:
             return
         if shape.passes or shape.rows > shape.requests:

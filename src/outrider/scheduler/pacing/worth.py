@@ -76,11 +76,16 @@ class Calibration:
             found = odds / (1.0 + odds)
         return found
 
-    def joint(self, source: Source, probabilities: Sequence[float], shift: float = 0.0) -> tuple[float, ...]:
-        """The corrected probabilities that each draft and all before it are accepted."""
+    def joint(
+        self, source: Source, probabilities: Sequence[float], shift: float = 0.0, *, least: float = 0.0
+    ) -> tuple[float, ...]:
+        """The corrected probabilities that each draft and all before it are accepted, as long as they are at least
+        `least`."""
         product, found = 1.0, []
         for place, probability in enumerate(probabilities):
             product *= self.conditional(source, place, probability, shift)
+            if product < least:
+                break
             found.append(product)
         return tuple(found)
 

@@ -15,7 +15,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.scheduler.pacing.worth import Source
+from outrider.scheduler.pacing.figures import SOURCES
 from outrider.server.messages import Counters, Delta, Ending
 from outrider.server.observe.figures import Figures
 
@@ -102,7 +102,7 @@ BY_SOURCE = {
     "spec_decode_num_accepted_tokens_by_source": ("accepted_by_source", "Drafts that were accepted, by their source."),
 }
 """Counters by source of drafts. They are absent where the engine does not choose."""
-LOOKUP_HITS = {Source.OWN_TEXT: "own_lookup_hits", Source.SHARED_TEXT: "shared_lookup_hits"}
+LOOKUP_HITS = {"own_text": "own_lookup_hits", "shared_text": "shared_lookup_hits"}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from arrival to the first token.", FIRST_TOKEN_S),
     "inter_token_latency_seconds": ("Time between two steps that yielded tokens.", GAPS_S),
@@ -225,15 +225,15 @@ class _FiguresCollector(Collector):
             for name, (field, text) in CHOICES.items():
                 yield self._family(GaugeMetricFamily, name, text, getattr(counters.choice, field))
         for name, (field, text) in BY_SOURCE.items():
-            # The counts are in the order of the sources.
-            yield self._by_source(name, text, dict(zip(Source, getattr(counters, field), strict=False)))
+            # There are none where the engine does not choose.
+            yield self._by_source(name, text, dict(zip(SOURCES, getattr(counters, field), strict=False)))
         hits = {source: getattr(counters, field) for source, field in LOOKUP_HITS.items()}
         yield self._by_source("spec_decode_lookup_hits", "Look-ups that found something, by where.", hits)
 
-    def _by_source(self, name: str, text: str, counts: Mapping[Source, int]) -> Metric:
+    def _by_source(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=["model_name", "engine", "source"])
         for source, count in counts.items():
-            family.add_metric([self._model_name, ENGINE, source.name.lower()], count)
+            family.add_metric([self._model_name, ENGINE, source], count)
         return family
 
     def _family(

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outrider.scheduler.pacing.worth import Source
+from outrider.scheduler.pacing.figures import SOURCES
 from outrider.server.http.answers import json_answer
 from outrider.server.messages import Speculation
 from outrider.server.routes.documented import PROBLEMS
@@ -42,12 +42,10 @@ def _as_json(told: Speculation) -> dict[str, Any]:
         "sources": None
         if counts is None
         else {
-            source.name.lower(): {
-                "offered": counts.offered_by_source[source],
-                "verified": counts.verified_by_source[source],
-                "accepted": counts.accepted_by_source[source],
-            }
-            for source in Source
+            source: {"offered": offered, "verified": verified, "accepted": accepted}
+            for source, offered, verified, accepted in zip(
+                SOURCES, counts.offered_by_source, counts.verified_by_source, counts.accepted_by_source, strict=True
+            )
         },
         "lookup": None if told.lookup is None else msgspec.structs.asdict(told.lookup),
     }

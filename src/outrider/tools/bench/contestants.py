@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,12 +22,19 @@ PADDING = 0
 """Token id in front of shorter prompts; the attention mask hides it, so any id serves."""
 
 
+PASSES = ("target", "draft", "feed")
+"""Passes whose costs an engine learns by their rows: of the target, of proposing, and of feeding the drafter."""
+
+
 class Run(NamedTuple):
     """Result of one run of one contestant."""
 
-    seconds: float
-    first_token_s: float
+    prompt_s: float
     """Time until every request has its first token."""
+    decode_s: float
+    """Time from then to the last token of all."""
+    decoded_tokens: int
+    """Tokens of all requests in that time."""
     steps_s: list[float]
     """Durations of the decoding steps; steps that compute prompts are left out."""
     tokens: list[list[int]]
@@ -34,6 +42,11 @@ class Run(NamedTuple):
     """Tokens that each request gains per step; 1 without speculation."""
     acceptance_length: float | None
     """Mean over the steps that verified drafts; None if no step did, or if the contestant does not count them."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of decoding, prompts left out."""
+        return self.decoded_tokens / self.decode_s
 
 
 class Contestant(ABC):
@@ -47,9 +60,24 @@ class Contestant(ABC):
 
 
 class OutriderContestant(Contestant):
-    def __init__(self, name: str, engine: Engine, *, speculate: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        *,
+        speculate: bool,
+        drafts: int | None = None,
+        chooses: bool = False,
+        method: str | None = None,
+    ) -> None:
         self.name = name
         self.engine = engine
+        self.drafts = drafts
+        """Number of drafts that every request asks for; None leaves it to the engine."""
+        self.chooses = chooses
+        """Whether the engine chooses at each step how much is drafted."""
+        self.method = method
+        """How the engine drafts; None if it does not."""
         self._speculate = speculate
 
     @property
@@ -59,28 +87,50 @@ class OutriderContestant(Contestant):
         sizes = [group.slot_bytes for group in groups]
         return sum(sizes[targets:]) / sum(sizes[:targets])
 
+    @property
+    def cost_curves(self) -> dict[str, list[list[float]]] | None:
+        """What the engine has learnt of the seconds that passes take, as [rows, seconds]; None if it does not learn."""
+        if self.engine.pacer is None:
+            return None
+        costs = self.engine.pacer.costs
+        return {
+            name: [[rows, seconds * costs.speed] for rows, seconds in costs.curves[name].observed] for name in PASSES
+        }
+
     def run(self, prompts: Sequence[list[int]], tokens: int) -> Run:
         engine = self.engine
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         drafts, accepted = engine.speculation.drafts, engine.speculation.accepted_tokens
+        # Rounds repeat their prompts: without a salt of its own, a run could copy its texts from an earlier one.
+        salt = secrets.token_hex(8)
         steps: list[float] = []
-        first = 0.0
+        prompt_s, early_tokens = 0.0, 0
         started = before = perf_counter()
         for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), prompt, params, speculate=self._speculate)
+            engine.add_request(
+                str(number),
+                prompt,
+                params,
+                salt=salt,
+                speculate=self._speculate,
+                num_speculative_tokens=self.drafts,
+            )
         outputs = [engine.output(str(number)) for number in range(len(prompts))]
         while engine.has_work:
             engine.step()
             now = perf_counter()
-            if first:
+            if prompt_s:
                 steps.append(now - before)
             elif all(output.outputs[0].token_ids for output in outputs):
-                first = now - started
+                prompt_s = now - started
+                # Where prompts take several steps, the first requests decode while others wait.
+                early_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
             before = now
         drafts, accepted = engine.speculation.drafts - drafts, engine.speculation.accepted_tokens - accepted
         return Run(
-            seconds=before - started,
-            first_token_s=first,
+            prompt_s=prompt_s,
+            decode_s=before - started - prompt_s,
+            decoded_tokens=len(prompts) * tokens - early_tokens,
             steps_s=steps,
             tokens=[output.outputs[0].token_ids for output in outputs],
             tokens_per_step=len(prompts) * tokens / sum(output.metrics.steps for output in outputs),
@@ -116,8 +166,9 @@ class TransformersContestant(Contestant):
         # The first call hands over the prompt, the second the first token.
         times = clock.times[1:]
         return Run(
-            seconds=seconds,
-            first_token_s=times[0] - started,
+            prompt_s=times[0] - started,
+            decode_s=seconds - (times[0] - started),
+            decoded_tokens=len(prompts) * (tokens - 1),
             steps_s=[later - earlier for earlier, later in pairwise(times)],
             tokens=texts,
             tokens_per_step=tokens / len(times),

@@ -1,12 +1,16 @@
 """How fast text is generated: Outrider with and without speculation, and Transformers with the same weights.
 
-All contestants run in one process, one after the other, over and over (A B C D A B C D …), so that a slow minute
+All contestants run in one process, one after the other, there and back (A B C D, D C B A, …), so that a slow minute
 of the machine touches all alike. Every run generates the same number of tokens greedily, past end-of-text, after
 the same prompts. What is reported:
 
-    tokens/s    tokens of all requests / time from the first request to the last token, prompts included
+    prompt      time from the first request until every request has its first token
+    tokens/s    of decoding: tokens of all requests after that moment / time from then to the last token
     step        median time of one decoding step, whatever it yields
-    ratio       median over the rounds of (time of Transformers / time of this contestant) in the same round
+    ratio       median over the rounds of (tokens/s of this contestant / tokens/s of another) in the same round
+
+A drafter takes part with the engine choosing the number of drafts, which is "auto" for short, and with fixed numbers.
+What the choice is worth are the ratios of auto to plain decoding and to the fixed number that is fastest in that case.
 
 The garbage collector runs before each run and never within one.
 """
@@ -29,6 +33,7 @@ from outrider.kv.checked import whole_number
 from outrider.models.load import LoadedModel
 from outrider.sampling import SamplingParams
 from outrider.tools.bench.busy import usable_cores
+from outrider.tools.bench.comparison import Measure
 from outrider.tools.bench.contestants import Contestant, OutriderContestant, Run, TransformersContestant
 from outrider.tools.bench.process_memory import peak_mb, resident_mb
 from outrider.tools.bench.reference import reference_model, why_no_reference
@@ -49,10 +54,19 @@ class DecodeBenchConfig:
     rounds: int = 5
     texts: tuple[str, ...] | None = None
     """Kinds of prompts; None for all kinds that the model can be given."""
+    fixed_drafts: tuple[int, ...] = ()
+    """Fixed numbers of drafts with which the first drafter also runs that chooses its number itself."""
+    reference: bool = True
+    """Whether Transformers takes part, where it can."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "tokens", "rounds"):
-            whole_number(getattr(self, name), name, at_least=1)
+        for name, least in (("prompt_tokens", 1), ("tokens", 2), ("rounds", 1)):
+            whole_number(getattr(self, name), name, at_least=least)
+        for drafts in self.fixed_drafts:
+            whole_number(drafts, "a fixed number of drafts", at_least=1)
+        for text in self.texts or ():
+            if text not in TEXTS:
+                raise ConfigError(f"unknown kind of text {text!r}; there are: {', '.join(TEXTS)}")
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"a batch has at least 1 request, got {', '.join(map(str, self.batches)) or 'none'}")
 
@@ -93,15 +107,13 @@ def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progres
             f"{plain.max_model_len}; ask for fewer"
         )
     contestants: list[Contestant] = [OutriderContestant(PLAIN, plain, speculate=False)]
-    for speculation in config.speculations:
-        engine = build_engine(replace(settings, speculative_config=speculation), model=plain.model, progress=progress)
-        limit = "" if speculation.num_speculative_tokens is None else f", k = {engine.k}"
-        name = f"{PLAIN}, {speculation.method}{limit}"
-        contestants.append(OutriderContestant(name, engine, speculate=True))
+    contestants += _speculating(config, settings, plain.model, progress)
     memory = {PLAIN: resident_mb()}
     texts = TEXTS if plain.model.chat_template is not None else PLAIN_TEXTS
-    note = why_no_reference(plain.model.spec)
-    if note is None:
+    if config.texts is not None and not set(config.texts) <= set(texts):
+        raise ConfigError(f"{plain.model.name} has no chat template; of texts, ask for {' or '.join(PLAIN_TEXTS)}")
+    note = why_no_reference(plain.model.spec) if config.reference else None
+    if config.reference and note is None:
         reference = reference_model(plain.model)
         contestants.append(TransformersContestant(REFERENCE, reference, threads))
         contestants.append(
@@ -111,6 +123,54 @@ def prepare(config: DecodeBenchConfig, model: LoadedModel | None = None, progres
         )
         memory[REFERENCE] = resident_mb()
     return Contest(contestants, plain.model, plain, config.texts or texts, memory, note)
+
+
+def _speculating(
+    config: DecodeBenchConfig, settings: EngineConfig, model: LoadedModel, progress: Progress | None
+) -> Iterator[OutriderContestant]:
+    fixed = config.fixed_drafts
+    for speculation in config.speculations:
+        given = replace(settings, speculative_config=speculation)
+        engine = build_engine(given, model=model, progress=progress)
+        yield OutriderContestant(
+            _name(speculation, speculation.num_speculative_tokens),
+            engine,
+            speculate=True,
+            chooses=speculation.chooses,
+            method=speculation.method,
+        )
+        if speculation.chooses and fixed:
+            yield from _with_fixed_drafts(fixed, given, speculation, model, progress)
+            fixed = ()
+
+
+def _with_fixed_drafts(
+    fixed: Sequence[int],
+    settings: EngineConfig,
+    speculation: SpeculativeConfig,
+    model: LoadedModel,
+    progress: Progress | None,
+) -> Iterator[OutriderContestant]:
+    """Yields contestants whose requests ask for a number of drafts.
+
+    They have an engine for all of them, but none in common with the one that chooses: that one must not learn from
+    steps that it did not choose.
+    """
+    engine = build_engine(settings, model=model, progress=progress)
+    for drafts in fixed:
+        if drafts > engine.k:
+            raise ConfigError(f"{speculation.method} drafts at most {engine.k} tokens in a step, got --k {drafts}")
+        name = _name(speculation, drafts)
+        yield OutriderContestant(name, engine, speculate=True, drafts=drafts, method=speculation.method)
+
+
+def _name(speculation: SpeculativeConfig, drafts: int | None) -> str:
+    name = f"{PLAIN}, {speculation.method}"
+    if drafts is not None:
+        name += f", k = {drafts}"
+    if speculation.draft_confidence is not None:
+        name += f", confidence {speculation.draft_confidence:g}"
+    return name
 
 
 class Case(NamedTuple):
@@ -140,7 +200,7 @@ def measure(
     runs: dict[Case, dict[str, list[Run]]] = {case: {} for case in cases}
     for number in range(config.rounds):
         for case in cases:
-            for contestant in contest.contestants:
+            for contestant in contest.contestants[:: -1 if number % 2 else 1]:
                 if contestant.takes(case.batch):
                     progress(f"round {number + 1}: {contestant.name}, batch {case.batch}, {case.text} text")
                     with _no_garbage_collection():
@@ -153,6 +213,9 @@ def measure(
         "backend": contest.plain.runner.backend.name,
         "cases": [_case_report(config, contest, case, prompts[case], runs[case]) for case in cases],
         "draft_kv_share": {c.name: c.draft_kv_ratio for c in contest.contestants if isinstance(c, OutriderContestant)},
+        "cost_curves": {
+            c.name: c.cost_curves for c in contest.contestants if isinstance(c, OutriderContestant) and c.chooses
+        },
         "memory_mb": contest.memory_mb | {"peak": peak_mb()},
         "note": contest.note,
     }
@@ -172,26 +235,51 @@ class _no_garbage_collection:  # noqa: N801 - used as a statement
 def _case_report(
     config: DecodeBenchConfig, contest: Contest, case: Case, prompts: Sequence[list[int]], runs: dict[str, list[Run]]
 ) -> dict[str, Any]:
+    prompt_tokens = sum(map(len, prompts))
     expected = runs[REFERENCE if REFERENCE in runs else PLAIN][0].tokens
-    total = case.batch * config.tokens
     report: dict[str, Any] = {"batch": case.batch, "text": case.text, "contestants": {}}
     for name, each in runs.items():
         lengths = [run.acceptance_length for run in each if run.acceptance_length is not None]
         entry: dict[str, Any] = {
-            "tokens_per_s": median(total / run.seconds for run in each),
-            "best_tokens_per_s": max(total / run.seconds for run in each),
-            "step_ms": 1000 * median(step for run in each for step in run.steps_s) if config.tokens > 1 else None,
-            "first_token_ms": 1000 * median(run.first_token_s for run in each),
+            "tokens_per_s": median(run.tokens_per_s for run in each),
+            "best_tokens_per_s": max(run.tokens_per_s for run in each),
+            "tokens_per_s_by_round": [run.tokens_per_s for run in each],
+            "prompt_ms": 1000 * median(run.prompt_s for run in each),
+            "prompt_tokens_per_s": prompt_tokens / median(run.prompt_s for run in each),
+            "step_ms": 1000 * median(step for run in each for step in run.steps_s),
             "tokens_per_step": median(run.tokens_per_step for run in each),
             "acceptance_length": median(lengths) if lengths else None,
-            "ratio": median(r.seconds / run.seconds for r, run in zip(runs[REFERENCE], each, strict=True))
-            if REFERENCE in runs
-            else None,
-            "ratio_to_plain": median(p.seconds / run.seconds for p, run in zip(runs[PLAIN], each, strict=True)),
+            "ratio": _ratio(each, runs[REFERENCE]).ratio if REFERENCE in runs else None,
+            "ratio_to_plain": _ratio(each, runs[PLAIN]).ratio,
         }
         entry |= _agreement(contest.plain, prompts, expected, each, config.params)
         report["contestants"][name] = entry
+    report["auto"] = _choices(contest, runs)
     return report
+
+
+def _ratio(head: Sequence[Run], base: Sequence[Run]) -> Measure:
+    """Returns the speeds of two contestants in the same rounds, as pairs."""
+    pairs = [(one.tokens_per_s, other.tokens_per_s) for one, other in zip(base, head, strict=True)]
+    return Measure("decoding", "tokens/s", more_is_better=True, pairs=pairs)
+
+
+def _choices(contest: Contest, runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    """Returns for each drafter whose engine chooses the number of drafts what the choice is worth."""
+    drafting = [each for each in contest.contestants if isinstance(each, OutriderContestant) and each.method]
+    choices = []
+    for auto in (each for each in drafting if each.chooses):
+        fixed = [each.name for each in drafting if each.method == auto.method and not each.chooses]
+        best = max(fixed, key=lambda name: median(run.tokens_per_s for run in runs[name]), default=None)
+        choices.append(
+            {
+                "contestant": auto.name,
+                "to_plain": _ratio(runs[auto.name], runs[PLAIN]).as_json(),
+                "best_fixed": best,
+                "to_best_fixed": None if best is None else _ratio(runs[auto.name], runs[best]).as_json(),
+            }
+        )
+    return choices
 
 
 def _agreement(

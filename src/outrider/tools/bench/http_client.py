@@ -30,6 +30,10 @@ class Client:
         try:
             self._connection.request(method, path, body, self._headers)
             return self._connection.getresponse()
+        except TimeoutError:
+            # The server may still be at work on the request, and must not get it twice.
+            self._connection.close()
+            raise
         except OSError:
             # A connection that was kept open may have been closed meanwhile.
             self._connection.close()

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
+from typing import TYPE_CHECKING
 
-from outrider.models.load import LoadedModel
-from outrider.models.tokenizer import Tokenizer
 from outrider.tools.bench.copying import copying_requests
+
+if TYPE_CHECKING:
+    # A client of a server does without the libraries that models need.
+    from outrider.models.load import LoadedModel
+    from outrider.models.tokenizer import Tokenizer
 
 PROSE = (
     "A bridge is a promise made in stone. Whoever builds one says to people not yet born that they will be able to "
@@ -64,20 +68,39 @@ TEXTS = (*PLAIN_TEXTS, "chat", "copying")
 """Kinds of prompts; "chat" and "copying" need a model with a chat template."""
 
 
+CHARACTERS_PER_TOKEN = 4
+"""Characters of English in a token, roughly: what a client without the model's tokenizer reckons with."""
+
+
+def prompt_texts(text: str, *, number: int, tokens: int) -> list[str]:
+    """Returns `number` different prompts of a kind in TEXTS, as text without a template; plain texts have about
+    `tokens` tokens."""
+    if text not in PLAIN_TEXTS:
+        return [_numbered(_asked(text), place) for place in range(number)]
+    parts = _prose_from if text == "ordinary" else _rows_from
+    return [_cut_text(parts(place), CHARACTERS_PER_TOKEN * tokens) for place in range(number)]
+
+
 def prompts_of(text: str, model: LoadedModel, *, number: int, tokens: int) -> list[list[int]]:
     """Returns `number` different prompts of a kind in TEXTS; all plain texts have exactly `tokens` tokens."""
     if text not in PLAIN_TEXTS:
-        asked = QUESTIONS if text == "chat" else tuple(request.prompt for request in copying_requests())
-        return [_question(model, asked, place) for place in range(number)]
+        return [_question(model, _asked(text), place) for place in range(number)]
     parts = _prose_from if text == "ordinary" else _rows_from
     return [_cut(model.tokenizer, parts(place), tokens) for place in range(number)]
 
 
+def _asked(text: str) -> tuple[str, ...]:
+    return QUESTIONS if text == "chat" else tuple(request.prompt for request in copying_requests())
+
+
+def _numbered(questions: Sequence[str], place: int) -> str:
+    repetition = place // len(questions)
+    return questions[place % len(questions)] + (f" (Answer number {repetition + 1}.)" if repetition else "")
+
+
 def _question(model: LoadedModel, questions: Sequence[str], place: int) -> list[int]:
     assert model.chat_template is not None
-    repetition = place // len(questions)
-    text = questions[place % len(questions)] + (f" (Answer number {repetition + 1}.)" if repetition else "")
-    rendered = model.chat_template.render([{"role": "user", "content": text}])
+    rendered = model.chat_template.render([{"role": "user", "content": _numbered(questions, place)}])
     return model.tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -100,3 +123,11 @@ def _cut(tokenizer: Tokenizer, parts: Iterator[str], tokens: int) -> list[int]:
         text += "".join(islice(parts, 4))
         ids = tokenizer.encode(text)
     return ids[:tokens]
+
+
+def _cut_text(parts: Iterator[str], characters: int) -> str:
+    text = ""
+    while len(text) < characters:
+        text += next(parts)
+    # A blank at the end would be part of the next token.
+    return text[:characters].rstrip()
