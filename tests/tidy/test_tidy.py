@@ -124,6 +124,7 @@ ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.models.chat",
         "outrider.models.tokenizer",
         "outrider.sampling",
+        "outrider.scheduler.pacing.figures",
         "outrider.scheduler.request",
         "outrider.server",
     ),

@@ -143,14 +143,17 @@ class StepCosts:
         for curve in self.curves.values():
             curve.values[:] = [value * speed for value in curve.values]
 
+    def seconds(self) -> dict[str, list[tuple[int, float]]]:
+        """Seconds by count for each curve where it was observed, at the speed that the machine has now."""
+        return {
+            name: [(knot, value * self.speed) for knot, value in curve.observed] for name, curve in self.curves.items()
+        }
+
     # ---- on disk -----------------------------------------------------------------------------------
 
     def record(self) -> CostRecord:
         """The costs as they are now, at the speed that the machine has now."""
-        curves = {
-            name: [(knot, value * self.speed) for knot, value in curve.observed] for name, curve in self.curves.items()
-        }
-        return CostRecord(curves, self.per_request_s * self.speed, self.per_key_s * self.speed)
+        return CostRecord(self.seconds(), self.per_request_s * self.speed, self.per_key_s * self.speed)
 
     def restore(self, record: CostRecord, *, weight: float) -> None:
         """Starts from costs that were measured before, as if from `weight` observations of each."""

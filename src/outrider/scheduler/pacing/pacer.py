@@ -17,6 +17,7 @@ from typing import Protocol
 from outrider.kv.footprint import KVFootprint, Proposing
 from outrider.scheduler.pacing.choice import ChainPasses, Drafting, choose_drafting, choose_verified
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
+from outrider.scheduler.pacing.figures import Choice, PacingCounts
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy, extended
 from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
 
@@ -108,19 +109,6 @@ class PacedRequest(Protocol):
     def context(self) -> int: ...
 
 
-@dataclass(slots=True)
-class PacingCounts:
-    """What was chosen, for metrics."""
-
-    drafting_steps: int = 0
-    plain_steps: int = 0
-    probes: int = 0
-    pauses: int = 0
-    """Steps without drafts between steps with drafts."""
-    drafts_offered: int = 0
-    drafts_verified: int = 0
-
-
 class Pacer:
     def __init__(self, footprint: KVFootprint, *, sizes: Sequence[int], lookup: int = 0) -> None:
         """`sizes`: the numbers of drafts that are worth telling apart, ascending; the last one is the most, and without
@@ -147,6 +135,8 @@ class Pacer:
         self._chosen: frozenset[RequestPace] = frozenset()
         self._chosen_for = -1
         self._choice_age = 0
+        self._row_price = 0.0
+        """Tokens that the time of one more target row was worth at the last step."""
         self._credit_s = 0.0
         self._turn = 0
         self._newcomers_k = sizes[-1] if self._asks_drafter else 0
@@ -300,13 +290,11 @@ class Pacer:
             return
         rows_s = self.costs.rows_s
         counts, _least = choose_verified(joint, base_rows=base, rows_s=rows_s, rate=self._rate)
-        self.counts.drafts_offered += offered
         for request, verified, each in zip(paced, counts, joint, strict=True):
             if each:
                 if not verified:
                     verified = self._look_again(request, base, rows_s(base + 1) - rows_s(base))
                 request.drafts = verified
-                self.counts.drafts_verified += verified
 
     def _look_again(self, request: PacedRequest, base: int, row_s: float) -> int:
         """Returns how many drafts to verify of those that are not expected to pay: looked-up ones are judged by what
@@ -360,12 +348,13 @@ class Pacer:
         rate = self._rate
         span = max(4, count)
         row_s = self._more_rows_s(rows, span) / span
+        self._row_price = rate * row_s
         found = self._drafting
         many, at = len(found.requests), self._outlook.at(found.policy)
         passes_s = self._passes(many, self._all_alike(many, found.policy), found.policy)
         return Pace(
             rate=rate,
-            row_price=rate * row_s,
+            row_price=self._row_price,
             going_on=PRICES[found.policy.price],
             lookup=self._lookup,
             draft_price=rate * passes_s / many if many else 0.0,
@@ -379,6 +368,8 @@ class Pacer:
         pending, request.pending, request.probing = request.pending, None, False
         if pending is None:
             return
+        self.counts.verified_by_source[pending.source] += drafts
+        self.counts.accepted_by_source[pending.source] += accepted
         before = 1.0
         for place in range(min(drafts, accepted + 1, len(pending.probabilities))):
             agreed = place < accepted
@@ -394,6 +385,7 @@ class Pacer:
         if proposed is None:
             request.probing = False
             return
+        self.counts.offered_by_source[proposed.source] += len(proposed.joint)
         if proposed.source is not Source.DRAFTER:
             return
         joint, sizes = proposed.joint, self._outlook.sizes
@@ -422,18 +414,15 @@ class Pacer:
         before, before_s = self._observed
         self._observed = before + rate * (tokens - before), before_s + rate * (times.total_s - before_s)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> Choice:
         """What is chosen just now and why, for people."""
-        return {
-            "rate": self._drafting.rate,
-            "plain_rate": self._drafting.plain_rate,
-            "observed_rate": self.observed_rate,
-            "drafting_requests": len(self._drafting.requests),
-            "drafts": self._size if self._drafting.requests else 0,
-            "price": PRICES[self._drafting.policy.price],
-            "speed": self.costs.speed,
-            **{
-                name: [[knot, seconds * self.costs.speed] for knot, seconds in curve.observed]
-                for name, curve in self.costs.curves.items()
-            },
-        }
+        return Choice(
+            rate=self._drafting.rate,
+            plain_rate=self._drafting.plain_rate,
+            observed_rate=self.observed_rate,
+            drafting_requests=len(self._drafting.requests),
+            drafts=self._size if self._drafting.requests else 0,
+            least_probability=PRICES[self._drafting.policy.price],
+            row_price=self._row_price,
+            speed=self.costs.speed,
+        )
