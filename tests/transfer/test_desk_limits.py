@@ -43,7 +43,7 @@ def test_digests_are_taken_of_each_slot_at_most_once(digests_of: list[tuple[int,
     lease = book.grant("a", offer, 0.0)
     book.claim(lease, "D", 0.0)
     desk = Desk(engine="P", digest=b"", signatures=NAMES, leases=book, clock=lambda: 0.0, digest_slots=digest)
-    answer = desk.answer(Confirm(lease=lease, reader="D", digests_of=digests_of), lambda: b"")
+    answer = desk.answer(Confirm(lease=lease, reader="D", question=7, digests_of=digests_of), lambda: b"")
     assert isinstance(answer, Confirmed)
-    assert answer.held is held
+    assert (answer.question, answer.held) == (7, held)
     assert sum(interval.size for interval in taken) <= 20

@@ -15,7 +15,8 @@ from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
 from outrider.transfer.link import Landed, Quiet, Received
-from outrider.transfer.messages import Confirm, Fetch, Hello, Release
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Release
+from outrider.transfer.offers import prompt_binding
 from outrider.transfer.peers import IDLE_PEER_S
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
@@ -100,6 +101,44 @@ def test_kv_that_was_read_after_the_lease_had_ended_is_computed_again() -> None:
     pair.decode.link.land()
     pair.finish()
     assert "lease ended" in pair.decode.driver.take_settled()[0].reason
+    pair.assert_empty()
+
+
+def test_a_confirmation_that_was_late_is_not_taken_for_that_of_a_later_hand_off() -> None:
+    """A request is confirmed twice; it ends, and its release is lost. A second one brings the same ticket, and what it
+    reads is not the prompt's any more."""
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    link = pair.decode.link
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    link.land()
+    pair.pass_time(1.0)
+    pair.pass_time(LIMITS.answer_s + 0.1)
+    assert pair.prefill.answers(pair.decode)
+    late = [event for event in link.events if isinstance(event, Received) and isinstance(event.message, Confirmed)]
+    assert len(late) == 2
+    link.events.remove(late[1])
+    pair.decode.step()
+    assert pair.decode.scheduler.requests["a"].state is State.DECODING
+    assert link.take_sent(Release)
+    pair.decode.scheduler.abort("a")
+    pair.decode.driver.advance()
+    pair.decode.kv.reset_cache()
+
+    pair.decode.fetch("b", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    assert link.reads
+    # Its renewals are lost, and the lease ends before the last byte is read.
+    pair.clock.now_s += LIMITS.lease_s + 1.0
+    pair.prefill.driver.advance()
+    link.land()
+    link.events.append(late[1])
+    pair.decode.driver.advance()
+    pair.finish("b")
+    assert "lease ended" in pair.decode.driver.take_settled()[-1].reason
     pair.assert_empty()
 
 
@@ -200,6 +239,15 @@ def test_a_ticket_serves_one_request_at_a_time() -> None:
     assert [(answer.sequence, answer.offer, "in use" in answer.reason) for answer in answers] == [("b", None, True)]
     pair.finish("a")
     pair.assert_empty()
+
+
+def test_a_ticket_that_is_declined_with_another_prompt_takes_nothing_away() -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.driver.decline(ticket, binding=prompt_binding(ids(40, seed=1)))
+    assert pair.decode.link.sent == []
+    pair.decode.driver.decline(ticket, binding=ticket.binding)
+    assert pair.decode.link.take_sent() == [Release(lease=ticket.lease, reader="D.1")]
 
 
 def test_a_peer_of_other_weights_is_refused_before_anything_is_read() -> None:

@@ -191,8 +191,8 @@ def test_a_peer_that_refuses_everything_later_disturbs_nothing(world: World) -> 
         Refused(reason="all of it"),
         Refused(lease=bytes(16), reason="nothing"),
         Refused(lease=b"", reason="x" * 100_000),
-        Confirmed(lease=bytes(16), held=True),
-        Confirmed(lease=b"short", held=True),
+        Confirmed(lease=bytes(16), question=1, held=True),
+        Confirmed(lease=b"short", question=1, held=True),
     ):
         world.link._receive(endpoint, message)
     world.turn()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from outrider.kv.intervals import SlotRun, page_count
 from outrider.transfer.hand_offs import Phase
 from outrider.transfer.leases import EndedLease
-from outrider.transfer.messages import Confirmed, Release
+from outrider.transfer.messages import Release
 
 
 def trim_to_last_pages(original: Any) -> Any:
@@ -39,9 +41,13 @@ def failure_counts_as_arrival(original: Any) -> Any:
 
 def lease_always_held(original: Any) -> Any:
     def confirmed(self: Any, hand_off: Any, message: Any) -> None:
-        original(self, hand_off, Confirmed(lease=message.lease, held=True, digests=message.digests))
+        original(self, hand_off, replace(message, held=True))
 
     return confirmed
+
+
+def any_confirmation_will_do(original: Any) -> Any:
+    return lambda self, hand_off, message: original(self, hand_off, replace(message, question=hand_off.question))
 
 
 def renew_nothing(original: Any) -> Any:
