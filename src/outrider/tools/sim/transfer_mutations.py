@@ -41,15 +41,6 @@ TRANSFER_MUTATIONS: tuple[Mutation, ...] = (
         lineage="R3",
     ),
     Mutation(
-        name="late_confirmation_believed",
-        invariant="I6",
-        story="a late answer about an earlier hand-off is taken for one about what was read since",
-        where="outrider.transfer.driver:TransferDriver._confirmed",
-        change=patches.any_confirmation_will_do,
-        needs=needs("split", "ticket_faults"),
-        lineage="R3",
-    ),
-    Mutation(
         name="lost_transfer_not_quarantined",
         invariant="I1",
         story="pages of a transfer that timed out are reused while it may still write",

@@ -46,10 +46,6 @@ def lease_always_held(original: Any) -> Any:
     return confirmed
 
 
-def any_confirmation_will_do(original: Any) -> Any:
-    return lambda self, hand_off, message: original(self, hand_off, replace(message, question=hand_off.question))
-
-
 def renew_nothing(original: Any) -> Any:
     return lambda self, now_s: None
 
