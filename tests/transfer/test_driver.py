@@ -3,11 +3,12 @@ back."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import replace as with_fields
 from tests.kv.fakes import ids, reference_text
 from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
 
@@ -100,7 +101,9 @@ def test_kv_that_was_read_after_the_lease_had_ended_is_computed_again() -> None:
     assert pair.prefill.driver.counters.leases_expired == 1
     pair.decode.link.land()
     pair.finish()
-    assert "lease ended" in pair.decode.driver.take_settled()[0].reason
+    (settled,) = pair.decode.driver.take_settled()
+    assert "lease ended" in settled.reason
+    assert settled.transferred_tokens == settled.bytes == 0
     pair.assert_empty()
 
 
@@ -168,7 +171,7 @@ def test_a_question_without_an_answer_is_asked_once_more_and_then_given_up(lost:
 
 def replace_lease(ticket: Ticket) -> Ticket:
     """A ticket for a lease that does not exist: the peer is met, and refuses it."""
-    return replace(ticket, lease=bytes(16))
+    return with_fields(ticket, lease=bytes(16))
 
 
 def test_a_read_that_was_given_up_is_fenced_when_its_time_is_up_and_its_pages_wait() -> None:
@@ -218,6 +221,78 @@ def test_a_peer_that_stops_while_it_sends_is_fenced_and_the_prompt_computed() ->
     pair.decode.link.fall_quiet("P")
     pair.finish()
     pair.assert_empty()
+
+
+def test_nothing_is_read_from_a_peer_that_is_cut_off_until_it_was_met_again() -> None:
+    """A second request has its offer when the peer is cut off for the first one's sake."""
+    pair = Pair()
+    pair.reading("a")
+    pair.decode.fetch("b", pair.prefill.hand_over("b"))
+    talk(pair.prefill, pair.decode)
+    pair.pass_time(LIMITS.read_s + 0.1)
+    assert pair.decode.link.fenced == ["P"]
+    started = pair.decode.link.started
+    pair.decode.step()
+    assert pair.decode.link.started == started
+    assert "connection" in next(s.reason for s in pair.decode.driver.take_settled() if s.sequence == "b")
+    pair.decode.link.fall_quiet("P")
+    pair.finish("a")
+    pair.finish("b")
+    pair.assert_empty()
+
+
+def test_a_question_to_a_peer_that_is_cut_off_is_asked_once_it_is_quiet() -> None:
+    pair = Pair()
+    pair.reading("a")
+    pair.pass_time(LIMITS.read_s + 0.1)
+    pair.decode.link.take_sent()
+    pair.decode.fetch("b", pair.prefill.hand_over("b"))
+    assert pair.decode.link.take_sent() == []
+    pair.decode.link.fall_quiet("P")
+    pair.decode.driver.advance()
+    assert [message for _peer, message in pair.decode.link.sent if isinstance(message, Hello)]
+    talk(pair.prefill, pair.decode)
+    pair.finish("b")
+    assert pair.decode.driver.counters.transferred_tokens > 0
+    pair.finish("a")
+    pair.clock.now_s += LIMITS.lease_s
+    pair.prefill.driver.advance()
+    pair.assert_empty()
+
+
+def test_draft_kv_that_does_not_arrive_in_time_costs_no_more_than_itself() -> None:
+    pair = Pair()
+    pair.reading()
+    link, target = pair.decode.link, pair.decode.kv.layout.target_groups
+    link.land(*[number for number, read in link.reads.items() if read.group in target])
+    assert link.reads
+    pair.pass_time(LIMITS.read_s + 0.1)
+    assert link.fenced == ["P"]
+    link.fall_quiet("P")
+    pair.finish()
+    (settled,) = pair.decode.driver.take_settled()
+    assert settled.transferred_tokens == 40
+    pair.assert_empty()
+
+
+def test_a_worker_holds_no_more_than_its_share_for_others() -> None:
+    clock = Clock()
+    worker = ScriptedWorker("P", Role.PREFILL, clock)
+    worker.hand_over("a")
+    pages = [arena.num_pages - 1 for arena in worker.kv.pool.arenas]
+    held = [total - arena.num_available for total, arena in zip(pages, worker.kv.pool.arenas, strict=True)]
+    assert sum(held) == worker.lender.held_pages
+    share = max(count / total for count, total in zip(held, pages, strict=True))
+    for held_share, fits in ((share, True), (share * 0.99, False)):
+        worker = ScriptedWorker("P", Role.PREFILL, clock, limits=replace(LIMITS, held_share=held_share))
+        if fits:
+            worker.hand_over("a")
+        with pytest.raises(AssertionError):
+            worker.hand_over("b")
+        assert worker.driver.counters.hand_overs_refused == 1
+        clock.now_s += LIMITS.lease_s
+        worker.driver.advance()
+        worker.assert_empty()
 
 
 def test_every_hand_off_without_draft_kv_is_counted() -> None:
