@@ -16,7 +16,7 @@ from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
 from outrider.transfer.link import Landed, Quiet, Received
-from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Release
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Release, Renew
 from outrider.transfer.offers import prompt_binding
 from outrider.transfer.peers import IDLE_PEER_S
 from outrider.transfer.tickets import Ticket
@@ -268,6 +268,7 @@ def test_draft_kv_that_does_not_arrive_in_time_costs_no_more_than_itself() -> No
     assert link.reads
     pair.pass_time(LIMITS.read_s + 0.1)
     assert link.fenced == ["P"]
+    assert pair.decode.scheduler.requests["a"].state is State.LOADING
     link.fall_quiet("P")
     pair.finish()
     (settled,) = pair.decode.driver.take_settled()
@@ -293,6 +294,20 @@ def test_a_worker_holds_no_more_than_its_share_for_others() -> None:
         clock.now_s += LIMITS.lease_s
         worker.driver.advance()
         worker.assert_empty()
+
+
+def test_leases_that_are_shorter_than_ones_own_are_prolonged_in_time() -> None:
+    pair = Pair(prefill={"limits": replace(LIMITS, lease_s=3.0)})
+    pair.decode.driver.advance()
+    pair.decode.fetch("a", pair.prefill.hand_over("a"))
+    talk(pair.prefill, pair.decode)
+    pair.decode.link.take_sent()
+    pair.pass_time(0.4)
+    assert pair.decode.link.take_sent(Renew) == []
+    pair.pass_time(0.2)
+    assert len([message for _peer, message in pair.decode.link.sent if isinstance(message, Renew)]) == 1
+    pair.finish()
+    pair.assert_empty()
 
 
 def test_every_hand_off_without_draft_kv_is_counted() -> None:
