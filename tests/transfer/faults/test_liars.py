@@ -12,7 +12,7 @@ from tests.transfer.faults.rows import reach
 from tests.transfer.faults.world import Shape, Site, World, turned_clock
 
 from outrider.sampling import SamplingParams
-from outrider.transfer.links.memory import ArenaMemory, GroupMemory, MemoryMap
+from outrider.transfer.links.memory import MemoryMap
 from outrider.transfer.messages import Confirmed, Message, Offered, Refused, ScoredToken, Welcome
 
 HUGE = (1 << 63) - 1
@@ -197,11 +197,3 @@ def test_a_peer_that_refuses_everything_later_disturbs_nothing(world: World) -> 
         world.link._receive(endpoint, message)
     world.turn()
     world.check_pages()
-
-
-def test_memory_that_a_map_describes_is_checked_by_itself() -> None:
-    good = MemoryMap(
-        arenas=[ArenaMemory(base=4096, page_bytes=64, num_pages=4)],
-        groups=[GroupMemory(arena=0, planes=2, page_tokens=4, plane_slot_bytes=8)],
-    )
-    good.check()

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from outrider.kv.intervals import SlotRun, page_count
 from outrider.transfer.hand_offs import Phase
 from outrider.transfer.leases import EndedLease
-from outrider.transfer.messages import Release
+from outrider.transfer.messages import Confirmed, Release
 
 
 def trim_to_last_pages(original: Any) -> Any:
@@ -41,7 +39,8 @@ def failure_counts_as_arrival(original: Any) -> Any:
 
 def lease_always_held(original: Any) -> Any:
     def confirmed(self: Any, hand_off: Any, message: Any) -> None:
-        original(self, hand_off, replace(message, held=True))
+        said = {"lease": message.lease, "question": message.question, "digests": message.digests}
+        original(self, hand_off, Confirmed(held=True, **said))
 
     return confirmed
 
