@@ -310,6 +310,18 @@ def test_leases_that_are_shorter_than_ones_own_are_prolonged_in_time() -> None:
     pair.assert_empty()
 
 
+def test_a_lease_whose_pages_were_given_up_is_withdrawn() -> None:
+    pair = Pair()
+    pair.reading()
+    pair.prefill.scheduler.abort("a")
+    pair.prefill.driver.advance()
+    assert len(pair.prefill.lender.leases) == 0
+    pair.decode.link.land()
+    pair.finish()
+    assert "lease ended" in pair.decode.driver.take_settled()[0].reason
+    pair.assert_empty()
+
+
 def test_every_hand_off_without_draft_kv_is_counted() -> None:
     pair = Pair(prefill={"method": "none"})
     for name in ("a", "b"):
