@@ -276,6 +276,7 @@ class Counters(Record, frozen=True, kw_only=True):
     drafting_steps: int = 0
     plain_steps: int = 0
     probes: int = 0
+    pauses: int = 0
     offered_by_source: list[int] = []
     """Drafts that were proposed, by Source; empty where the engine does not choose."""
     verified_by_source: list[int] = []

@@ -49,6 +49,7 @@ COUNTERS = {
     ),
     "spec_decode_plain_steps": ("plain_steps", "Steps without drafts, of those without prompts."),
     "spec_decode_probes": ("probes", "Times that drafts were tried which were not expected to pay."),
+    "spec_decode_pauses": ("pauses", "Steps without drafts among steps with drafts, to find out what they take."),
     "spec_decode_lookups": ("lookups", "Times that drafts were looked up for a request."),
     "sanitizer_violations": ("violations", "Broken invariants that the sanitizer has seen."),
     "kv_transfer_handed_over": ("handed_over", "Prompts whose KV was held for a decode worker."),

@@ -38,7 +38,12 @@ def _as_json(told: Speculation) -> dict[str, Any]:
         "costs": told.costs,
         "steps": None
         if counts is None
-        else {"drafting": counts.drafting_steps, "plain": counts.plain_steps, "probes": counts.probes},
+        else {
+            "drafting": counts.drafting_steps,
+            "plain": counts.plain_steps,
+            "probes": counts.probes,
+            "pauses": counts.pauses,
+        },
         "sources": None
         if counts is None
         else {
