@@ -30,7 +30,7 @@ def asked() -> list[tuple[list[int], SamplingParams]]:
         *((drafter, None, None) for drafter in DRAFTING),
         ("draft model", K, None),
         ("full", K, None),
-        ("eagle3", None, K),
+        ("draft model", None, K),
     ],
 )
 def test_the_text_is_that_of_a_single_worker(
