@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engine.tiny import tiny_engine
@@ -12,7 +14,10 @@ from tests.speculative.cases import CASES, GREEDY, prompts, three_layers
 from tests.speculative.tiny import settings_for
 
 from outrider.api.llm import LLM
+from outrider.backends.batch import Batch
 from outrider.errors import ModelError
+from outrider.models.decoder import DecoderOutput
+from outrider.speculative.drafter import ProposeRow
 from outrider.speculative.drafters.dflash import load_dflash
 
 CASE = CASES["full"]
@@ -62,3 +67,30 @@ def test_the_text_stays(tmp_path: Path) -> None:
     found = LLM.over(engine).generate(prompts(), GREEDY)
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
     assert engine.speculation.draft_tokens > 0
+
+
+def test_each_proposal_has_the_smallest_block_that_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few drafts are asked for near the end of a text. Blocks of several sizes share a pass."""
+    target, path = three_layers(), trained_with(tmp_path, [3])
+    drafter = load_dflash(str(path), settings_for(target, page_tokens=8))
+    asked: list[list[int]] = []
+    rows: list[int] = []
+    engine = tiny_engine(target, drafter=drafter, method=CASE.method, block_size=8, k=3, sanitizer="raise")
+    propose, forward = drafter.propose, drafter._paged.forward  # type: ignore[union-attr]
+
+    def noting_propose(wanted: Sequence[ProposeRow]) -> list[list[int]]:
+        asked.append([row.k for row in wanted])
+        return propose(wanted)
+
+    def noting_forward(batch: Batch, **options: Any) -> DecoderOutput:
+        rows.append(len(batch.token_ids))
+        return forward(batch, **options)
+
+    monkeypatch.setattr(drafter, "propose", noting_propose)
+    monkeypatch.setattr(drafter._paged, "forward", noting_forward)
+    plain = LLM.over(tiny_engine(target)).generate(prompts(), GREEDY)
+    found = LLM.over(engine).generate(prompts(), GREEDY)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
+    whole = drafter.spec.block_size
+    assert rows == [sum(3 if k <= 2 else whole for k in ks) for ks in asked]
+    assert any(min(ks) <= 2 < max(ks) for ks in asked)

@@ -113,6 +113,11 @@ class Backend(ABC):
         but never the text, since drafts are verified."""
         return matrix
 
+    def coarsen(self, matrix: Matrix) -> Matrix:
+        """Returns a drafter's matrix in a form whose products are fast but less exact, if this backend has one. Its
+        rows of x must not have a few elements that are far larger than all others. Never used for a target."""
+        return matrix
+
     def keep(self, matrix: Matrix) -> Matrix:
         """Returns the matrix in memory that this backend has set aside for weights."""
         return matrix

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.cli.sim_demo import show_demo
+from outrider.cli.sim_pacing import show_pacing
 from outrider.cli.terminal import errors, progress_bar
 from outrider.errors import ConfigError
 from outrider.tools.sim.campaign import SITUATIONS, Tally, run_campaign
@@ -74,6 +75,14 @@ def sim(
     ] = False,
     trace_dir: Annotated[Path, typer.Option(help="Directory for the trace of a failing run.")] = Path(),
     processes: Annotated[int, typer.Option(min=0, help="Number of worker processes; 0 means one for each core.")] = 0,
+    pacing: Annotated[
+        bool,
+        typer.Option(
+            "--pacing",
+            help="On synthetic machines, compare the pacer with fixed numbers of drafts and with an oracle.",
+        ),
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --pacing: number of seeds to run, from --seed on.")] = 1,
     demo: Annotated[
         bool, typer.Option("--demo", help="Show one run step by step, then a campaign, then a bug that is caught.")
     ] = False,
@@ -84,6 +93,7 @@ def sim(
             ("--replay", replay_file is not None),
             ("--mutations", mutations),
             ("--mutate", mutate is not None),
+            ("--pacing", pacing),
             ("--demo", demo),
         )
         if given
@@ -98,6 +108,9 @@ def sim(
         _replay(replay_file, shrink_it, as_json)
     elif mutations:
         _mutations(seed, as_json)
+    elif pacing:
+        if not show_pacing(console, range(seed, seed + seeds), processes=processes, as_json=as_json):
+            raise typer.Exit(1)
     elif demo:
         if not show_demo(console, seed):
             raise typer.Exit(1)

@@ -40,6 +40,7 @@ LONG_CONTEXT = 512
 """Positions per request from which on a context is long."""
 WEIGHT = 25.0
 """Number of observations that a measured cost counts for."""
+CURVES = ("target", "draft", "feed", "host", "drafting_host")
 MEASURING = "measuring the cost of steps (once for this machine and model)"
 
 
@@ -187,14 +188,16 @@ def fitted(samples: Sequence[Sample]) -> CostRecord:
             fed_s = feed.get((0, each.work.shape.requests), 0.0)
             seconds = max(1e-6, (each.work.draft_s - fed_s) / len(each.work.shape.passes))
             passes[number] = min(passes.get(number, seconds), seconds)
-    host: dict[int, list[float]] = defaultdict(list)
+    host: dict[bool, dict[int, list[float]]] = {False: defaultdict(list), True: defaultdict(list)}
     for each in short:
-        host[each.work.shape.requests].append(each.host_s)
+        shape = each.work.shape
+        host[shape.rows > shape.requests or bool(shape.passes)][shape.requests].append(each.host_s)
     curves = {
         "target": {rows: min(values) for rows, values in by_rows.items()},
         "feed": {fed: seconds for (_none, fed), seconds in feed.items()},
         "draft": passes,
-        "host": {requests: median(values) for requests, values in host.items()},
+        "host": {requests: median(values) for requests, values in host[False].items()},
+        "drafting_host": {requests: median(values) for requests, values in host[True].items()},
     }
     return CostRecord({name: _rising(values) for name, values in curves.items()}, per_request_s, per_key_s)
 
@@ -281,10 +284,7 @@ def _processor() -> str:
 def _read(path: Path) -> CostRecord | None:
     try:
         found = json.loads(path.read_text())
-        curves = {
-            name: [(int(knot), float(seconds)) for knot, seconds in found["curves"][name]]
-            for name in ("target", "draft", "feed", "host")
-        }
+        curves = {name: [(int(knot), float(seconds)) for knot, seconds in found["curves"][name]] for name in CURVES}
         record = CostRecord(curves, float(found["per_request_s"]), float(found["per_key_s"]))
     except FileNotFoundError:
         return None

@@ -26,7 +26,9 @@ NEGLIGIBLE = 0.004
 PROMISING = 2
 """Number of policies that are tried for some of the requests only."""
 
-StepSeconds = Callable[[int, float, float, float, Policy], float]
+ChainPasses = Sequence[tuple[float, float]]
+"""For each pass that a chain may make: (mean number of requests that make it, probability that any does)."""
+StepSeconds = Callable[[int, float, float, ChainPasses, Policy], float]
 """(drafting requests; over all of them: drafts verified, drafts accepted, passes of a chain; policy) -> seconds of a
 step of this batch."""
 PLAINLY = Policy(0, 0)
@@ -84,12 +86,25 @@ def numbers_to_try(most: int) -> list[int]:
     return [*found, most] if most else []
 
 
+def chain_passes(values: Sequence[Sequence[float]], outlook: Outlook, policy: Policy) -> ChainPasses:
+    """Returns what passes a chain makes for requests with these values, up to the most drafts that may be asked for."""
+    at, found = outlook.passes_at(policy), []
+    for place in range(at, at + outlook.sizes[-1]):
+        mean, none = 0.0, 1.0
+        for each in values:
+            makes = each[place]
+            mean += makes
+            none *= 1.0 - makes
+        found.append((mean, 1.0 - none))
+    return found
+
+
 def choose_drafting(
     outlooks: Sequence[Outlook], *, committed: int, step_s: StepSeconds, rate: float, last: Policy
 ) -> Drafting:
     """Returns for which requests to propose. `committed` is the number of tokens that the step yields in any case, and
     `last` is the policy of the last choice, by which the requests are ranked."""
-    plain_s = step_s(0, 0.0, 0.0, 0.0, PLAINLY)
+    plain_s = step_s(0, 0.0, 0.0, (), PLAINLY)
     plain_rate = committed / plain_s
     best_net, best_rate, best = committed - rate * plain_s, plain_rate, None
     if outlooks:
@@ -99,12 +114,14 @@ def choose_drafting(
         ranked.sort(reverse=True)
         values = [outlooks[-number].values for _worth, number in ranked]
         policies = [Policy(size, price) for size in range(len(first.sizes)) for price in range(len(PRICES))]
+        chain = first.chain
+        by_price = [chain_passes(values, first, policy) if chain else () for policy in policies[: len(PRICES)]]
         found = []
         for policy in policies:
             at = first.at(policy)
             many = len(values)
             gain = sum(each[at + 1] for each in values)
-            seconds = step_s(many, sum(each[at] for each in values), gain, sum(each[at + 2] for each in values), policy)
+            seconds = step_s(many, sum(each[at] for each in values), gain, by_price[policy.price], policy)
             found.append((committed + gain - rate * seconds, (committed + gain) / seconds, many, policy))
         found.sort(key=itemgetter(0), reverse=True)
         # What is best for all requests is nearly best for some of them.
@@ -112,10 +129,10 @@ def choose_drafting(
             at = first.at(policy)
             drafts = list(accumulate(each[at] for each in values))
             gains = list(accumulate(each[at + 1] for each in values))
-            passes = list(accumulate(each[at + 2] for each in values))
             for many in numbers_to_try(len(values))[:-1]:
                 gain = gains[many - 1]
-                seconds = step_s(many, drafts[many - 1], gain, passes[many - 1], policy)
+                passes = chain_passes(values[:many], first, policy) if chain else ()
+                seconds = step_s(many, drafts[many - 1], gain, passes, policy)
                 found.append((committed + gain - rate * seconds, (committed + gain) / seconds, many, policy))
         for net, rate_found, many, policy in found:
             if net > best_net:

@@ -24,7 +24,11 @@ class Policy(NamedTuple):
 
 
 class Outlook:
-    """Moving averages over proposals, by policy: (drafts verified, drafts accepted, passes of a chain)."""
+    """Moving averages over proposals, by policy: (drafts verified, drafts accepted, passes of a chain).
+
+    For a chain there follows, by price, how often it makes each pass. A pass is run if any request makes it, so that
+    the passes of a step are not known from the mean of each request's passes.
+    """
 
     __slots__ = ("chain", "sizes", "values")
 
@@ -43,6 +47,10 @@ class Outlook:
     def at(self, policy: Policy) -> int:
         """Returns the index in `values` of the first of this policy's averages."""
         return 3 * (policy.size * len(PRICES) + policy.price)
+
+    def passes_at(self, policy: Policy) -> int:
+        """Returns the index in `values` from which on they say how often a chain makes each pass."""
+        return (3 * len(self.sizes) * len(PRICES)) + policy.price * self.sizes[-1]
 
     def learn(self, proposal: Sequence[float], rate: float) -> None:
         """Moves the averages towards one proposal's values, see `of`."""
@@ -68,6 +76,11 @@ class Outlook:
                 passes = min(size, reached + 1)
                 count = min(passes, verified) if self.chain else min(size, verified)
                 values += (count, sums[count], passes)
+        if self.chain:
+            for reached, _verified in by_price:
+                made = min(most, reached + 1)
+                values += [1.0] * made
+                values += [0.0] * (most - made)
         return values
 
     @staticmethod

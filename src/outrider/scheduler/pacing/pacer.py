@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.kv.footprint import KVFootprint, Proposing
-from outrider.scheduler.pacing.choice import Drafting, choose_drafting, choose_verified
+from outrider.scheduler.pacing.choice import ChainPasses, Drafting, choose_drafting, choose_verified
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
+from outrider.scheduler.pacing.figures import Choice, PacingCounts
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy, extended
 from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
 
@@ -108,17 +109,6 @@ class PacedRequest(Protocol):
     def context(self) -> int: ...
 
 
-@dataclass(slots=True)
-class PacingCounts:
-    """What was chosen, for metrics."""
-
-    drafting_steps: int = 0
-    plain_steps: int = 0
-    probes: int = 0
-    drafts_offered: int = 0
-    drafts_verified: int = 0
-
-
 class Pacer:
     def __init__(self, footprint: KVFootprint, *, sizes: Sequence[int], lookup: int = 0) -> None:
         """`sizes`: the numbers of drafts that are worth telling apart, ascending; the last one is the most, and without
@@ -145,6 +135,8 @@ class Pacer:
         self._chosen: frozenset[RequestPace] = frozenset()
         self._chosen_for = -1
         self._choice_age = 0
+        self._row_price = 0.0
+        """Tokens that the time of one more target row was worth at the last step."""
         self._credit_s = 0.0
         self._turn = 0
         self._newcomers_k = sizes[-1] if self._asks_drafter else 0
@@ -199,6 +191,11 @@ class Pacer:
         if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY:
             self._choose(paced, count, keys)
         self._choice_age += 1
+        if self._pauses(paced):
+            # Nothing is verified, and nothing proposed, to find out what that takes.
+            for request in paced:
+                request.drafts = request.wanted = 0
+            return self._pace(rows, count)
         self._verify(paced, rows)
         size, chosen = self._size, self._chosen
         for request in paced:
@@ -226,16 +223,16 @@ class Pacer:
             outlooks = []
         costs, passes = self.costs, self._passes
 
-        def step_s(many: int, drafts: float, gained: float, chain_passes: float, policy: Policy) -> float:
+        def step_s(many: int, drafts: float, gained: float, made: ChainPasses, policy: Policy) -> float:
             # Positions are fed and rows are run in whole numbers; on average, anything in between.
             target_s = costs.target_s(round(committed + drafts), committed, keys)
             fed = round(committed + gained) if self._footprint.groups else 0
-            drafted_s = costs.draft_s(fed, ()) + passes(many, chain_passes, policy)
-            return target_s + drafted_s + costs.host_s(committed)
+            drafted_s = costs.draft_s(fed, ()) + passes(many, made, policy)
+            return target_s + drafted_s + costs.host_s(committed, drafting=many > 0)
 
         last = self._drafting.policy
         if not self._rate or len(paced) != self._chosen_for:
-            self._rate = committed / step_s(0, 0.0, 0.0, 0.0, last)
+            self._rate = committed / step_s(0, 0.0, 0.0, (), last)
             found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
             self._rate, last = found.rate, found.policy
         found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
@@ -254,25 +251,25 @@ class Pacer:
         """Most drafts to propose for the chosen requests."""
         return self._outlook.sizes[self._drafting.policy.size]
 
-    def _passes(self, many: int, chain_passes: float, policy: Policy) -> float:
-        """Seconds of the drafter's passes that propose for so many requests."""
+    def _passes(self, many: int, made: ChainPasses, policy: Policy) -> float:
+        """Seconds of the drafter's passes that propose for so many requests. `made`: what passes a chain makes."""
         footprint, curve, speed = self._footprint, self.costs.draft, self.costs.speed
         if not many:
             return 0.0
         k = self._outlook.sizes[policy.size]
         if footprint.proposing is not Proposing.CHAIN:
             return speed * footprint.passes(k) * curve.at(many * footprint.query_len(k))
-        # Every pass goes on with those requests whose drafts so far are likely enough: fewer and fewer.
-        mean = chain_passes / many
-        going_on, rows, seconds, left = 1.0 - 1.0 / max(1.0, mean), float(many), 0.0, mean
-        for _pass in range(k):
-            rows = min(rows, many * left)
-            if rows < 0.01:
-                break
-            seconds += curve.at(round(rows)) if rows >= 1.0 else rows * curve.at(1)
-            left -= rows / many
-            rows *= going_on + (1.0 - going_on) * (mean / k)
-        return speed * seconds
+        return speed * sum(
+            any_does * curve.at(round(mean / any_does)) for mean, any_does in made[:k] if any_does > 0.01
+        )
+
+    def _all_alike(self, many: int, policy: Policy) -> ChainPasses:
+        """What passes a chain makes for so many requests that are like all."""
+        if not self._outlook.chain:
+            return ()
+        first = self._outlook.passes_at(policy)
+        makes = self._outlook.values[first : first + self._outlook.sizes[-1]]
+        return [(many * each, 1.0 - (1.0 - each) ** many) for each in makes]
 
     def _verify(self, paced: Sequence[PacedRequest], rows: int) -> None:
         joint: list[Sequence[float]] = []
@@ -295,13 +292,11 @@ class Pacer:
             return
         rows_s = self.costs.rows_s
         counts, _least = choose_verified(joint, base_rows=base, rows_s=rows_s, rate=self._rate)
-        self.counts.drafts_offered += offered
         for request, verified, each in zip(paced, counts, joint, strict=True):
             if each:
                 if not verified:
                     verified = self._look_again(request, base, rows_s(base + 1) - rows_s(base))
                 request.drafts = verified
-                self.counts.drafts_verified += verified
 
     def _look_again(self, request: PacedRequest, base: int, row_s: float) -> int:
         """Returns how many drafts to verify of those that are not expected to pay: looked-up ones are judged by what
@@ -312,12 +307,24 @@ class Pacer:
         self._credit_s -= row_s
         return 1
 
+    def _pauses(self, paced: Sequence[PacedRequest]) -> bool:
+        """Whether this step runs without drafts because few steps have lately: what is not observed is not known."""
+        found = self._drafting
+        if 2 * len(self._chosen) <= len(paced) or not found.rate or not found.plain_rate:
+            return False
+        lost_s = len(paced) / found.plain_rate * (1.0 - found.plain_rate / found.rate)
+        if self._credit_s < lost_s:
+            return False
+        self._credit_s -= lost_s
+        self.counts.pauses += 1
+        return True
+
     def _probe(self, paced: Sequence[PacedRequest], rows: int) -> None:
         """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
         drafts for one."""
         sizes = self._outlook.sizes
         size = sizes[0]
-        probe_s = self._passes(1, float(min(size, PROBED_DRAFTS)), Policy(0, 0))
+        probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(0, 0))
         probe_s += self._more_rows_s(rows, PROBED_DRAFTS)
         if self._credit_s < probe_s or not paced:
             return
@@ -332,7 +339,7 @@ class Pacer:
                 return
         if self._drafting.policy.size < len(sizes) - 1:
             most = Policy(len(sizes) - 1, 0)
-            self._credit_s -= self._passes(1, float(sizes[-1]), most)
+            self._credit_s -= self._passes(1, [(1.0, 1.0)] * sizes[-1], most)
             request = paced[self._turn % len(paced)]
             request.wanted = min(request.k, sizes[-1])
 
@@ -343,12 +350,13 @@ class Pacer:
         rate = self._rate
         span = max(4, count)
         row_s = self._more_rows_s(rows, span) / span
+        self._row_price = rate * row_s
         found = self._drafting
         many, at = len(found.requests), self._outlook.at(found.policy)
-        passes_s = self._passes(many, many * self._outlook.values[at + 2], found.policy)
+        passes_s = self._passes(many, self._all_alike(many, found.policy), found.policy)
         return Pace(
             rate=rate,
-            row_price=rate * row_s,
+            row_price=self._row_price,
             going_on=PRICES[found.policy.price],
             lookup=self._lookup,
             draft_price=rate * passes_s / many if many else 0.0,
@@ -362,6 +370,8 @@ class Pacer:
         pending, request.pending, request.probing = request.pending, None, False
         if pending is None:
             return
+        self.counts.verified_by_source[pending.source] += drafts
+        self.counts.accepted_by_source[pending.source] += accepted
         before = 1.0
         for place in range(min(drafts, accepted + 1, len(pending.probabilities))):
             agreed = place < accepted
@@ -377,6 +387,7 @@ class Pacer:
         if proposed is None:
             request.probing = False
             return
+        self.counts.offered_by_source[proposed.source] += len(proposed.joint)
         if proposed.source is not Source.DRAFTER:
             return
         joint, sizes = proposed.joint, self._outlook.sizes
@@ -405,18 +416,15 @@ class Pacer:
         before, before_s = self._observed
         self._observed = before + rate * (tokens - before), before_s + rate * (times.total_s - before_s)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> Choice:
         """What is chosen just now and why, for people."""
-        return {
-            "rate": self._drafting.rate,
-            "plain_rate": self._drafting.plain_rate,
-            "observed_rate": self.observed_rate,
-            "drafting_requests": len(self._drafting.requests),
-            "drafts": self._size if self._drafting.requests else 0,
-            "price": PRICES[self._drafting.policy.price],
-            "speed": self.costs.speed,
-            **{
-                name: [[knot, seconds * self.costs.speed] for knot, seconds in curve.observed]
-                for name, curve in self.costs.curves.items()
-            },
-        }
+        return Choice(
+            rate=self._drafting.rate,
+            plain_rate=self._drafting.plain_rate,
+            observed_rate=self.observed_rate,
+            drafting_requests=len(self._drafting.requests),
+            drafts=self._size if self._drafting.requests else 0,
+            least_probability=PRICES[self._drafting.policy.price],
+            row_price=self._row_price,
+            speed=self.costs.speed,
+        )

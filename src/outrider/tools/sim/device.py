@@ -16,8 +16,11 @@ from outrider.kv.plan import BlockTableLists
 from outrider.kv.prefix import Media
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.watch import StepWatch
+from outrider.scheduler.pacing.pacer import Pace
+from outrider.scheduler.pacing.worth import Source
 from outrider.scheduler.plan import ScheduledRequest, StepPlan, Verdict
 from outrider.tools.sim.oracle import EMPTY_SLOT, Reference, chance, digest
+from outrider.tools.sim.paced import PacedRunner
 
 UNLIKELY = 0.3
 """Probability that some drafts of a step are too unlikely to be verified."""
@@ -32,6 +35,7 @@ class DeviceRequest:
         self.reference = reference
         self.model = reference.model
         self.inputs = reference.inputs
+        self.salt = ""
         self.drafts: list[int] = []
 
 
@@ -45,7 +49,9 @@ class FakeDevice:
         acceptance: float,
         seed: int,
         on_stale_draft: Callable[[str, int], None],
+        paced: PacedRunner | None = None,
     ) -> None:
+        """`paced`: what drafts at the scheduler's pace; None if every request gets its k drafts."""
         self.layout = layout
         self.requests: dict[str, DeviceRequest] = {}
         self.memory: list[list[list[bytes]]] = []
@@ -60,6 +66,7 @@ class FakeDevice:
         self._acceptance = acceptance
         self._seed = seed
         self._on_stale_draft = on_stale_draft
+        self._paced = paced
 
     # ---- requests ----------------------------------------------------------------------------------
 
@@ -71,7 +78,14 @@ class FakeDevice:
         media: tuple[Media, ...] = (),
     ) -> None:
         self.requests[request] = device_request
+        device_request.salt = namespace[1]
         self._sanitizer.track(request, device_request.tokens, namespace, media)
+
+    def forget(self, request: str) -> None:
+        gone = self.requests.pop(request)
+        self._sanitizer.forget(request)
+        if self._paced is not None:
+            self._paced.end(request, gone.salt, gone.tokens)
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -81,6 +95,8 @@ class FakeDevice:
         for copy in plan.kv.copies:
             memory = self.memory[self.layout.arena_of[copy.group]]
             memory[copy.destination][copy.first : copy.stop] = memory[copy.source][copy.first : copy.stop]
+        if self._paced is not None:
+            self._paced.begin()
         tokens: list[tuple[int, ...]] = []
         proposed: list[int] = []
         forks: dict[str, tuple[int, ...]] = {}
@@ -92,8 +108,24 @@ class FakeDevice:
                 forks[row.sequence_id] = others
             v, accepted = self._take_over(row, request, sampled)
             self._feed(row, request, v, accepted, taps)
-            proposed.append(self._propose(row, request, v, taps))
-        return Verdict(step=plan.step, tokens=tuple(tokens), proposed=tuple(proposed), fork_tokens=forks)
+            if (
+                row.samples
+                and plan.pace is not None
+                and self._paced is not None
+                and self._paced.is_paced(row.sequence_id)
+            ):
+                self._propose_at_pace(self._paced, plan.pace, row, request, v, taps)
+            else:
+                self._propose(row, request, v, taps)
+            proposed.append(len(request.drafts))
+        proposals = {} if self._paced is None else self._paced.proposals
+        return Verdict(
+            step=plan.step,
+            tokens=tuple(tokens),
+            proposed=tuple(proposed),
+            proposals=proposals,
+            fork_tokens=forks,
+        )
 
     def _run_target(
         self, row: ScheduledRequest, request: DeviceRequest
@@ -155,6 +187,8 @@ class FakeDevice:
             interval = Interval(interval.start, min(interval.end, row.feed_to))
         tables = {g: self.tables.table(row.sequence_id, g) for g in layout.draft_groups}
         self._watch.feed(row, kept, interval)
+        if self._paced is not None:
+            self._paced.fed(interval.size)
         for position in range(interval.start, interval.end):
             if footprint.rebuild:
                 own = self._draft_context(row.sequence_id, tables, position, position)
@@ -173,13 +207,46 @@ class FakeDevice:
             parts.append(self._gather(group, table, Interval(first, end)))
         return digest(*parts)
 
-    def _propose(self, row: ScheduledRequest, request: DeviceRequest, v: int, taps: dict[int, bytes]) -> int:
-        """Gather, draft, write scratch. Returns the number of drafts to verify."""
+    def _propose(self, row: ScheduledRequest, request: DeviceRequest, v: int, taps: dict[int, bytes]) -> None:
+        """Gather, draft, write scratch."""
         k, footprint = row.propose, self.layout.footprint
         request.drafts = []
         if k == 0:
-            return 0
-        right = True
+            return
+        self._draft(row, request, v, k, taps)
+        if footprint.groups:
+            # What is too unlikely is not verified, though it left its scratch.
+            unlikely = chance(self._seed, "unlikely", request.seed, v)
+            if unlikely < UNLIKELY:
+                del request.drafts[int(unlikely / UNLIKELY * (k + 1)) :]
+
+    def _propose_at_pace(
+        self,
+        paced: PacedRunner,
+        pace: Pace,
+        row: ScheduledRequest,
+        request: DeviceRequest,
+        v: int,
+        taps: dict[int, bytes],
+    ) -> None:
+        """Propose what the drafter finds, or what was found without it. In between, the drafter may have written
+        scratch for drafts that nobody verifies."""
+        request.drafts = []
+        source = Source.DRAFTER
+        free = paced.free_drafts(
+            row, pace, request.salt, request.tokens, lambda position: self._draft_token(request, position, True)
+        )
+        if row.propose and (free is None or free.replaces):
+            length = paced.length(row.sequence_id, pace, v, row.propose)
+            self._draft(row, request, v, length, taps)
+            paced.drafter_ran(row.propose, length)
+        if free is not None:
+            request.drafts, source = free.tokens, free.source
+        paced.propose(row, source, v, len(request.drafts))
+
+    def _draft(self, row: ScheduledRequest, request: DeviceRequest, v: int, k: int, taps: dict[int, bytes]) -> None:
+        """Have the drafter propose k drafts; a look-up may find fewer."""
+        footprint, right, tables = self.layout.footprint, True, {}
         if footprint.groups:
             tables = {g: self.tables.table(row.sequence_id, g) for g in self.layout.draft_groups}
             durable_end = footprint.durable_end(v)
@@ -197,12 +264,6 @@ class FakeDevice:
         request.drafts = [self._draft_token(request, v + 1 + number, right) for number in range(k)]
         if footprint.groups:
             self._write_scratch(row.sequence_id, request, tables, v, k)
-            # What is too unlikely is not verified, though it left its scratch.
-            unlikely = chance(self._seed, "unlikely", request.seed, v)
-            if unlikely < UNLIKELY:
-                k = int(unlikely / UNLIKELY * (k + 1))
-                request.drafts = request.drafts[:k]
-        return k
 
     def _draft_token(self, request: DeviceRequest, position: int, right: bool) -> int:
         truth = request.reference.token(position)

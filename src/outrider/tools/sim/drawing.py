@@ -19,6 +19,8 @@ from outrider.tools.sim.scenario import (
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 8, 16)
 WINDOWS = (1, 2, 3, 5, 7, 8, 9, 16, 31)
+PACED = 0.35
+"""Part of the scenarios in which schedulers choose how much to speculate."""
 EQUAL_PAGE_BYTES = 240
 """Divisible by every page size, so that groups of any page size can share an arena."""
 
@@ -390,4 +392,6 @@ def draw(seed: int, index: int) -> Scenario:
     name = f"outrider:{seed}:{index}"
     scenario = Drawing(Random(name), seed=(seed * 1_000_003 + index) % (LARGEST + 1)).scenario()
     scenario = with_extras(scenario, Random(f"{name}:extras"))
-    return with_hand_offs(scenario, Random(f"{name}:hand-offs")) if scenario.split else scenario
+    if scenario.split:
+        scenario = with_hand_offs(scenario, Random(f"{name}:hand-offs"))
+    return replace(scenario, paced=Random(f"{name}:pace").random() < PACED)

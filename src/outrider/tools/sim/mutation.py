@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import Any
 
 Change = Callable[[Any], Any]
+PACE = "I12"
+"""The invariant that the pacing campaign checks, on machines instead of scenarios."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

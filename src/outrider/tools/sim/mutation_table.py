@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from outrider.tools.sim import mutation_patches as patches
 from outrider.tools.sim.mutation import Mutation, needs
+from outrider.tools.sim.pace_mutations import PACE_MUTATIONS
 from outrider.tools.sim.transfer_mutations import TRANSFER_MUTATIONS
 
 KV_MUTATIONS: tuple[Mutation, ...] = (
@@ -389,7 +390,7 @@ KV_MUTATIONS: tuple[Mutation, ...] = (
         needs=needs("drafts", "surplus"),
     ),
 )
-MUTATIONS = KV_MUTATIONS + TRANSFER_MUTATIONS
+MUTATIONS = KV_MUTATIONS + TRANSFER_MUTATIONS + PACE_MUTATIONS
 
 
 def mutation_named(name: str) -> Mutation | None:

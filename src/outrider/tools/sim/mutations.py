@@ -8,7 +8,8 @@ from typing import Any
 from outrider.kv.footprint import Proposing
 from outrider.tools.sim.campaign import run_scenario
 from outrider.tools.sim.drawing import draw
-from outrider.tools.sim.mutation import Mutation
+from outrider.tools.sim.mutation import PACE, Mutation
+from outrider.tools.sim.pace_campaign import CHANGING_LOADS, STEPS, run_load
 from outrider.tools.sim.scenario import WEIGHTS, Scenario
 from outrider.tools.sim.world import Failure
 
@@ -42,6 +43,7 @@ def traits(scenario: Scenario) -> frozenset[str]:
         "remote_tier": bool(windows) and scenario.tier_probability > 0,
         "loads": scenario.split or scenario.tier_probability > 0 or scenario.host_probability > 0,
         "transfer_faults": scenario.transfer_faults > 0,
+        "paced": scenario.paced,
         "in_flight": scenario.step_in_flight,
         "ticket_faults": scenario.ticket_faults > 0,
         "readers_stop": any(
@@ -100,8 +102,10 @@ def try_mutation(mutation: Mutation, seed: int) -> MutationResult:
     """Look for a scenario in which the mutation breaks the invariant it is meant to, and that passes without it.
 
     Only a violation that the sanitizer reports counts. A crash, a wrong token or another invariant is noted,
-    and the search goes on.
+    and the search goes on. Mutations of pacing are tried on synthetic machines instead.
     """
+    if mutation.invariant == PACE:
+        return _try_on_machines(mutation, seed)
     tried = 0
     missed = MutationResult(mutation, None, 0, -1, 0, "no scenario noticed it")
     for index in range(10 * MOST_SCENARIOS):
@@ -129,3 +133,13 @@ def _first_failure(mutation: Mutation, scenario: Scenario) -> Failure | None:
         except Exception as crash:
             return Failure("crash", None, f"crashed instead: {type(crash).__name__}: {crash}", 0)
     return failure
+
+
+def _try_on_machines(mutation: Mutation, seed: int) -> MutationResult:
+    """Look for a load of the pacing campaign which the mutation slows down too much."""
+    for index, load in enumerate(CHANGING_LOADS):
+        with mutation.applied():
+            problem = run_load(load, seed).problem
+        if problem is not None and run_load(load, seed).problem is None:
+            return MutationResult(mutation, PACE, STEPS, index, index + 1, problem)
+    return MutationResult(mutation, None, 0, -1, len(CHANGING_LOADS), "no machine noticed it")

@@ -166,6 +166,8 @@ class Scenario:
     max_num_batched_tokens: int = 64
     max_chunk_tokens: int = 16
     step_in_flight: bool = False
+    paced: bool = False
+    """Whether each worker's scheduler chooses how much is drafted and verified, and looks drafts up."""
     acceptance: float = 0.7
     vocabulary: int = 30
     load_failure: str = "recompute"

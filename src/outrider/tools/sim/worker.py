@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.kv.footprint import Proposing
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import Load, SequenceKV
@@ -16,9 +17,12 @@ from outrider.kv.retention import Marks, Retention
 from outrider.sanitizer import Mode, Sanitizer
 from outrider.sanitizer.kept import ExpectedKept
 from outrider.scheduler import Scheduler, State, StepPlan, Update, Verdict
+from outrider.scheduler.pacing.costs import StepShape, StepTimes
+from outrider.scheduler.pacing.pacer import Pacer
 from outrider.tools.sim.device import FakeDevice
 from outrider.tools.sim.link import VirtualLink
 from outrider.tools.sim.oracle import chance
+from outrider.tools.sim.paced import MOST_LOOKED_UP, PacedRunner
 from outrider.tools.sim.tier import HOST, FakeTier, TierLoads
 from outrider.transfer.driver import TransferDriver
 from outrider.transfer.lending import Lender
@@ -108,6 +112,8 @@ class InFlight:
 
     plan: StepPlan
     verdict: Verdict | None = None
+    work: tuple[StepShape, StepTimes] | None = None
+    """What a step of a paced worker did, and how long that took."""
 
 
 class Worker:
@@ -139,7 +145,11 @@ class Worker:
         self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers)
         self.sanitizer.bind(self.kv)
         self.sanitizer.tier_holds = lambda group, identity: any(t.holds_identity(group, identity) for t in self.tiers)
-        self.scheduler = Scheduler(scenario.scheduler_config(scenario.role(name)), self.kv)
+        self.paced = self._paced_runner() if scenario.paced else None
+        pacer = None if self.paced is None else self.paced.pacer
+        self.scheduler = Scheduler(scenario.scheduler_config(scenario.role(name)), self.kv, pacer=pacer)
+        if self.paced is not None:
+            self.paced.record_of = self.scheduler.requests.get
         self.device = FakeDevice(
             self.layout,
             config,
@@ -147,6 +157,7 @@ class Worker:
             acceptance=scenario.acceptance,
             seed=scenario.seed,
             on_stale_draft=world.stale_draft,
+            paced=self.paced,
         )
         self._make_driver(endpoint)
 
@@ -177,6 +188,21 @@ class Worker:
                 FakeTier(HOST, self.layout, retention, probability=scenario.host_probability, capacity_pages=60)
             )
         return (*tiers, remote) if remote is not None else tuple(tiers)
+
+    def _paced_runner(self) -> PacedRunner:
+        footprint, most = self.layout.footprint, max(request.k for request in self.scenario.requests)
+        asks_drafter = footprint.proposing is not Proposing.NOTHING and most > 0
+        if footprint.proposing is Proposing.CHAIN:
+            sizes = tuple(range(1, most + 1))
+        else:
+            sizes = tuple(sorted({most, *(rows - 1 for rows in footprint.block_sizes if 1 < rows <= most)}))
+        pacer = Pacer(footprint, sizes=sizes if asks_drafter else (), lookup=MOST_LOOKED_UP)
+        return PacedRunner(self.scenario.seed, pacer, footprint, self.counts)
+
+    def reset_cache(self) -> None:
+        self.kv.reset_cache()
+        if self.paced is not None:
+            self.paced.reset()
 
     def wake(self) -> None:
         self.world.wake(self)
@@ -246,6 +272,8 @@ class Worker:
 
     def plan(self) -> None:
         preemptions, loading = self.scheduler.num_preemptions, self.scheduler.num_loading
+        if self.paced is not None:
+            self.paced.set_forced(self.engine, self.steps)
         self.flying.append(InFlight(self.scheduler.schedule()))
         self.driver.start_loads()
         if loading:
@@ -264,6 +292,8 @@ class Worker:
             flight.plan = self.scheduler.correct(flight.plan)
         if self.interruption != "before":
             flight.verdict = self.device.run(flight.plan)
+            if self.paced is not None:
+                flight.work = self.paced.work(self.engine, flight.plan)
             self.world.record(self, flight.plan, flight.verdict)
             self.steps += 1
         if self.interruption is None:
@@ -279,6 +309,9 @@ class Worker:
         flight = self.flying.pop(0)
         assert flight.verdict is not None
         updates = self.scheduler.commit(flight.plan, flight.verdict)
+        if self.paced is not None and flight.work is not None:
+            shape, times = flight.work
+            self.paced.pacer.observe(shape, times, tokens=sum(len(update.tokens) for update in updates))
         for row in flight.plan.scheduled:
             request = self.scheduler.requests.get(row.sequence_id)
             if request is not None and request.epoch == row.epoch:
@@ -296,8 +329,7 @@ class Worker:
             planned = {row.sequence_id for flight in self.flying for row in flight.plan.scheduled}
             for name in gone:
                 if name not in planned:
-                    self.sanitizer.forget(name)
-                    del self.device.requests[name]
+                    self.device.forget(name)
 
     def check_empty(self) -> int:
         """Returns the number of pages that are still held once all requests have ended and the cache is reset."""

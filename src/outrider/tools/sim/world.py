@@ -422,7 +422,7 @@ class World:
         """Empty a worker's prefix cache while its requests go on."""
         self.result.faults["cache_reset"] += 1
         self._count_phases("reset", self.workers[name])
-        self.workers[name].kv.reset_cache()
+        self.workers[name].reset_cache()
 
     def _stop(self, name: str) -> None:
         """Stop a worker for a while. Its memory stays where it is."""
