@@ -35,7 +35,9 @@ def rising(prices: list[float]) -> Callable[[int], float]:
     return lambda rows: sums[rows]
 
 
-def net_of(joint: list[list[float]], counts: list[int], base: int, rows_s: Callable[[int], float], rate: float) -> float:
+def net_of(
+    joint: list[list[float]], counts: list[int], base: int, rows_s: Callable[[int], float], rate: float
+) -> float:
     gain = sum(sum(each[:count]) for each, count in zip(joint, counts, strict=True))
     return gain - rate * (rows_s(base + sum(counts)) - rows_s(base))
 
@@ -53,7 +55,9 @@ def test_what_is_verified_is_the_best_of_all_that_could_be(
     base, rows_s = len(joint), rising(prices)
     counts, least = choose_verified(joint, base_rows=base, rows_s=rows_s, rate=rate)
     every = [list(each) for each in product(*(range(len(one) + 1) for one in joint))]
-    likely = [[min(count, sum(p > NEGLIGIBLE for p in one)) for count, one in zip(each, joint, strict=True)] for each in every]
+    likely = [
+        [min(count, sum(p > NEGLIGIBLE for p in one)) for count, one in zip(each, joint, strict=True)] for each in every
+    ]
     best = max(net_of(joint, each, base, rows_s, rate) for each in likely)
     assert net_of(joint, counts, base, rows_s, rate) == pytest.approx(best, abs=1e-9)
     verified = [p for one, count in zip(joint, counts, strict=True) for p in one[:count]]
@@ -97,9 +101,7 @@ def test_drafting_is_never_expected_to_be_slower_than_plain_decoding(
     committed, step_s = max(1, count), machine(pass_s, row_s, chain)
     rate, last = float(committed), Policy(0, 3)
     for _ in range(3):
-        found = choose_drafting(
-            outlooks(seed, count, chain), committed=committed, step_s=step_s, rate=rate, last=last
-        )
+        found = choose_drafting(outlooks(seed, count, chain), committed=committed, step_s=step_s, rate=rate, last=last)
         assert found.plain_rate == pytest.approx(committed)
         assert found.rate >= found.plain_rate - 1e-9
         assert len(set(found.requests)) == len(found.requests) <= count

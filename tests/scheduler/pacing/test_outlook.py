@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from outrider.scheduler.pacing.outlook import CHAIN_VERIFIES_FROM, PRICES, Outlook, Policy, extended
 
 SIZES = (1, 3, 6)
-joints = st.lists(st.floats(0.0, 1.0), min_size=SIZES[-1], max_size=SIZES[-1]).map(lambda each: tuple(accumulate(each, mul)))
+joints = st.lists(st.floats(0.0, 1.0), min_size=SIZES[-1], max_size=SIZES[-1]).map(
+    lambda each: tuple(accumulate(each, mul))
+)
 policies = [Policy(size, price) for size in range(len(SIZES)) for price in range(len(PRICES))]
 
 

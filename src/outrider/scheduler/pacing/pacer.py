@@ -254,7 +254,9 @@ class Pacer:
         k = self._outlook.sizes[policy.size]
         if footprint.proposing is not Proposing.CHAIN:
             return speed * footprint.passes(k) * curve.at(many * footprint.query_len(k))
-        return speed * sum(any_does * curve.at(round(mean / any_does)) for mean, any_does in made[:k] if any_does > 0.01)
+        return speed * sum(
+            any_does * curve.at(round(mean / any_does)) for mean, any_does in made[:k] if any_does > 0.01
+        )
 
     def _all_alike(self, many: int, policy: Policy) -> ChainPasses:
         """What passes a chain makes for so many requests that are like all."""

@@ -108,7 +108,12 @@ class FakeDevice:
                 forks[row.sequence_id] = others
             v, accepted = self._take_over(row, request, sampled)
             self._feed(row, request, v, accepted, taps)
-            if row.samples and plan.pace is not None and self._paced is not None and self._paced.is_paced(row.sequence_id):
+            if (
+                row.samples
+                and plan.pace is not None
+                and self._paced is not None
+                and self._paced.is_paced(row.sequence_id)
+            ):
                 self._propose_at_pace(self._paced, plan.pace, row, request, v, taps)
             else:
                 self._propose(row, request, v, taps)

@@ -12,7 +12,7 @@ from multiprocessing import Pool
 from typing import Any
 
 from outrider.tools.sim.pace_load import Load, Machine, Tape
-from outrider.tools.sim.pace_run import FixedRun, PacedRun, oracle_rate, rate
+from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, rate
 
 SLACK = 0.97
 STEPS = 1000
@@ -114,9 +114,7 @@ def run_load(load: Load, seed: int, steps: int = STEPS) -> PaceResult:
     tape = Tape(load, seed, steps)
     changes = load.later is not None or load.later_skill is not None
     half = steps // 2
-    measured = [
-        step for step in range(LEARNING_STEPS, steps) if not (changes and half <= step < half + LEARNING_STEPS)
-    ]
+    measured = [step for step in range(LEARNING_STEPS, steps) if not (changes and half <= step < half + LEARNING_STEPS)]
     fixed = {k: rate(FixedRun(tape, k).steps(), measured) for k in (0, *load.sizes)}
     best_k = max(load.sizes, key=fixed.__getitem__)
     return PaceResult(
@@ -126,7 +124,7 @@ def run_load(load: Load, seed: int, steps: int = STEPS) -> PaceResult:
         plain=fixed[0],
         best_fixed=fixed[best_k],
         best_k=best_k,
-        oracle=oracle_rate(tape, measured),
+        oracle=Oracle(tape, measured).rate(),
     )
 
 
@@ -135,7 +133,11 @@ def _run_job(job: tuple[Load, int]) -> PaceResult:
 
 
 def run_pace_campaign(
-    seeds: Sequence[int], loads: Sequence[Load] = LOADS, *, processes: int = 1, progress: Callable[[], None] | None = None
+    seeds: Sequence[int],
+    loads: Sequence[Load] = LOADS,
+    *,
+    processes: int = 1,
+    progress: Callable[[], None] | None = None,
 ) -> list[PaceResult]:
     """Runs every load with every seed."""
     jobs = [(load, seed) for load in loads for seed in seeds]
