@@ -27,8 +27,8 @@ def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_js
     else:
         console.print(_table(results))
         console.print(
-            "Tokens per second; of best: what the pacer reaches of the best number of drafts, none included, which must "
-            f"be at least {SLACK}; of oracle: of one that knows which drafts will be accepted, which nothing can exceed.",
+            "Rates are tokens per second. Of best: what the pacer reaches of the best fixed number of drafts, none "
+            f"included; at least {SLACK}. Of oracle: what it reaches of one that knows which drafts will be accepted.",
             soft_wrap=True,
         )
         for result in problems:

@@ -12,7 +12,7 @@ from multiprocessing import Pool
 from typing import Any
 
 from outrider.tools.sim.pace_load import Load, Machine, Tape
-from outrider.tools.sim.pace_run import FixedRun, PacedRun, oracle_rate, rate
+from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, rate
 
 SLACK = 0.97
 STEPS = 1000
@@ -124,7 +124,7 @@ def run_load(load: Load, seed: int, steps: int = STEPS) -> PaceResult:
         plain=fixed[0],
         best_fixed=fixed[best_k],
         best_k=best_k,
-        oracle=oracle_rate(tape, measured),
+        oracle=Oracle(tape, measured).rate(),
     )
 
 

@@ -6,7 +6,7 @@ pacer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from outrider.scheduler.pacing.costs import StepShape, StepTimes
@@ -243,10 +243,3 @@ class Oracle:
                 found += [(drafts, seconds) for drafts in range(done + 1, done + gain + 1)]
                 done += gain
         return found
-
-
-def oracle_rate(tape: Tape, measured: Collection[int]) -> float:
-    return Oracle(tape, measured).rate()
-
-
-Policy = Callable[[Tape], Run]

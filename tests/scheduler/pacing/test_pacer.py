@@ -1,0 +1,202 @@
+"""The pacer: what it sets for each request of a step, and what it makes of what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from outrider.kv.archetypes import DrafterShape, chain_from_tokens, heads
+from outrider.kv.footprint import NO_DRAFTER, GroupSpec
+from outrider.kv.groups import group_kind
+from outrider.scheduler.pacing.costs import StepShape, StepTimes
+from outrider.scheduler.pacing.pacer import PROBED_DRAFTS, PROBING_PART, Pacer, RequestPace
+from outrider.scheduler.pacing.worth import Proposed, Source
+
+GROUP = GroupSpec(name="draft", kind=group_kind("full", {}), page_tokens=4)
+CHAIN = chain_from_tokens("chain", DrafterShape(groups=(GROUP,)))
+K = 4
+
+
+@dataclass
+class FakeRequest:
+    pace: RequestPace | None
+    k: int = K
+    drafts: int = 0
+    wanted: int = -1
+    context: int = 50
+
+
+def chain_pacer() -> Pacer:
+    return Pacer(CHAIN, sizes=range(1, K + 1))
+
+
+class Decoding:
+    """Steps of some requests on a machine with constant costs, whose drafts are accepted with the probability that the
+    drafter gives, rounded to always or never."""
+
+    def __init__(self, pacer: Pacer, count: int, *, row_s: float, pass_s: float, joint: tuple[float, ...]) -> None:
+        self.pacer = pacer
+        self.requests = [FakeRequest(pacer.enter()) for _ in range(count)]
+        self.row_s, self.pass_s, self.joint = row_s, pass_s, joint
+        self.seconds, self.spent_on_drafts_s = 0.0, 0.0
+
+    def step(self) -> None:
+        pacer, requests = self.pacer, self.requests
+        pacer.begin(requests, prompt_rows=0)
+        rows = len(requests) + sum(request.drafts for request in requests)
+        tokens = 0
+        for request in requests:
+            assert request.pace is not None
+            right = sum(probability > 0.5 for probability in self.joint[: request.drafts])
+            if request.drafts:
+                pacer.verified(request.pace, drafts=request.drafts, accepted=right)
+            tokens += 1 + right
+            request.drafts = request.wanted
+            joint = self.joint[: request.wanted]
+            pacer.proposed(request.pace, Proposed(Source.DRAFTER, joint, joint) if joint else None)
+        wanted = [request.wanted for request in requests]
+        passes = tuple(sum(each > place for each in wanted) for place in range(max(wanted)))
+        target_s = 1.0 + self.row_s * (rows - len(requests))
+        draft_s = self.pass_s * len(passes)
+        self.seconds += target_s + draft_s + 0.1
+        self.spent_on_drafts_s += target_s - 1.0 + draft_s
+        shape = StepShape(len(requests), rows, 0, 0, passes)
+        pacer.observe(shape, StepTimes(target_s, draft_s, target_s + draft_s + 0.1), tokens=tokens)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+
+def test_good_drafts_that_cost_little_are_proposed_and_verified_for_all() -> None:
+    decoding = Decoding(chain_pacer(), 3, row_s=0.001, pass_s=0.01, joint=(0.95, 0.9, 0.85, 0.8))
+    decoding.run(60)
+    decoding.pacer.begin(decoding.requests, prompt_rows=0)
+    assert [request.wanted for request in decoding.requests] == [K] * 3
+    assert [request.drafts for request in decoding.requests] == [K] * 3
+    assert decoding.pacer.newcomers_k == K
+
+
+def test_drafts_that_do_not_pay_are_only_probed_within_their_part_of_the_time() -> None:
+    decoding = Decoding(chain_pacer(), 4, row_s=0.3, pass_s=0.2, joint=(0.2, 0.04, 0.01, 0.0))
+    decoding.run(100)
+    decoding.seconds = decoding.spent_on_drafts_s = 0.0
+    before = decoding.pacer.counts.probes
+    decoding.run(2000)
+    assert decoding.pacer.counts.probes > before
+    assert decoding.spent_on_drafts_s <= 1.1 * PROBING_PART * decoding.seconds
+    assert decoding.pacer.newcomers_k == 0
+
+
+def test_a_drafter_that_becomes_good_is_noticed() -> None:
+    decoding = Decoding(chain_pacer(), 2, row_s=0.02, pass_s=0.05, joint=(0.04, 0.0, 0.0, 0.0))
+    decoding.run(300)
+    assert [request.wanted for request in decoding.requests] != [K, K]
+    decoding.joint = (0.95, 0.9, 0.85, 0.8)
+    decoding.run(3000)
+    assert decoding.pacer.newcomers_k >= 3
+
+
+def test_a_probe_verifies_few_drafts_whatever_they_are_worth() -> None:
+    pacer = chain_pacer()
+    pace = pacer.enter()
+    pace.pending, pace.probing = Proposed(Source.DRAFTER, (0.1,) * K, (0.01,) * K), True
+    request = FakeRequest(pace, drafts=K)
+    pacer.begin([request], prompt_rows=0)
+    assert request.drafts == min(K, PROBED_DRAFTS)
+
+
+def test_drafts_of_which_nothing_is_known_are_all_verified() -> None:
+    """They came with a request from another worker."""
+    pacer = chain_pacer()
+    request = FakeRequest(pacer.enter(), drafts=K)
+    pacer.begin([request], prompt_rows=0)
+    assert request.drafts == K
+
+
+@pytest.mark.parametrize("forced", [None, (1, 2)])
+def test_requests_with_a_fixed_number_of_drafts_are_left_alone(forced: tuple[int, int] | None) -> None:
+    pacer = chain_pacer()
+    pacer.forced = forced
+    fixed = FakeRequest(None, drafts=3, wanted=3)
+    paced = FakeRequest(pacer.enter(), drafts=2)
+    for _ in range(5):
+        pacer.begin([fixed, paced], prompt_rows=7)
+        assert (fixed.drafts, fixed.wanted) == (3, 3)
+        assert 0 <= paced.wanted <= K
+
+
+def test_forced_numbers_hold_within_what_there_is() -> None:
+    pacer = chain_pacer()
+    pacer.forced = (2, 9)
+    few, many = FakeRequest(pacer.enter(), drafts=1), FakeRequest(pacer.enter(), k=3, drafts=4)
+    pace = pacer.begin([few, many], prompt_rows=0)
+    assert [(each.drafts, each.wanted) for each in (few, many)] == [(1, K), (2, 3)]
+    assert pace.lookup == 0
+    assert pacer.newcomers_k == 9
+
+
+def test_nothing_that_is_forced_is_learnt_from() -> None:
+    pacer = chain_pacer()
+    pacer.forced = (0, 0)
+    shape, times = StepShape(1, 1, 0, 0, ()), StepTimes(1.0, 0.0, 2.0)
+    pacer.observe(shape, times, tokens=1)
+    assert pacer.last_seen == (shape, times)
+    assert pacer.observed_rate == 0.0
+    assert pacer.costs.curves["target"].observed == []
+
+
+def test_without_a_drafter_nothing_is_asked_for_and_look_ups_go_on() -> None:
+    pacer = Pacer(NO_DRAFTER, sizes=(), lookup=9)
+    assert pacer.sizes == ()
+    assert pacer.newcomers_k == 0
+    request = FakeRequest(pacer.enter(), k=9)
+    for step in range(200):
+        pace = pacer.begin([request], prompt_rows=0)
+        assert (request.wanted, pace.lookup, pace.outlook_at) == (0, 9, -1)
+        pacer.observe(StepShape(1, 1, 0, 0, ()), StepTimes(1.0, 0.0, 1.1), tokens=1)
+        request.drafts = 0
+        assert pacer.counts.probes == 0, step
+
+
+def test_look_ups_that_failed_are_tried_again_now_and_then() -> None:
+    """What a look-up is worth is known from verifying what it finds."""
+    pacer = Pacer(NO_DRAFTER, sizes=(), lookup=9)
+    request = FakeRequest(pacer.enter())
+    verified = 0
+    for _ in range(1000):
+        assert request.pace is not None
+        request.drafts = 2
+        request.pace.pending = Proposed(Source.OWN_TEXT, (0.1, 0.1), (0.02, 0.01))
+        pacer.begin([request], prompt_rows=0)
+        verified += request.drafts
+        rows = 1 + request.drafts
+        pacer.observe(StepShape(1, rows, 0, 0, ()), StepTimes(0.5 * rows, 0.0, 0.1 + 0.5 * rows), tokens=1)
+    assert 0 < verified <= 2 * 1000 * PROBING_PART * 2
+
+
+def test_newcomers_are_drafted_for_as_most_requests_are() -> None:
+    pacer = chain_pacer()
+    assert pacer.newcomers_k == K
+    pacer.begin([], prompt_rows=10)
+    assert pacer.newcomers_k > 0
+
+
+def test_a_reset_keeps_what_steps_cost_and_nothing_else() -> None:
+    decoding = Decoding(chain_pacer(), 2, row_s=0.3, pass_s=0.5, joint=(0.1, 0.0, 0.0, 0.0))
+    decoding.run(100)
+    pacer = decoding.pacer
+    costs = pacer.costs.record()
+    pacer.reset()
+    assert pacer.costs.record() == costs
+    assert pacer.newcomers_k == K
+    assert pacer.observed_rate == 0.0
+    assert pacer.calibration.conditional(Source.DRAFTER, 0, 0.9) == pytest.approx(0.9)
+
+
+def test_heads_are_paid_for_by_rows_of_one_pass() -> None:
+    footprint = heads("heads", DrafterShape(taps=(1,)))
+    decoding = Decoding(Pacer(footprint, sizes=(1, 2)), 2, row_s=0.001, pass_s=0.01, joint=(0.95, 0.9))
+    decoding.run(60)
+    assert [request.wanted for request in decoding.requests] == [2, 2]
