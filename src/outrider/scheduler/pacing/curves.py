@@ -6,7 +6,28 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp
 
-KNOTS = (*range(1, 17), 20, 24, 28, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+KNOTS: tuple[int, ...] = (
+    *range(1, 17),
+    20,
+    24,
+    28,
+    32,
+    40,
+    48,
+    64,
+    80,
+    96,
+    112,
+    128,
+    192,
+    256,
+    384,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+)
 """Counts at which a curve has a value of its own; between two of them it is a straight line."""
 LEAST_RATE = 0.02
 """Weight of an observation at a knot that has seen many: what is older than about fifty of them is forgotten."""
