@@ -13,6 +13,7 @@ from outrider.cli.drafter_options import speculation_of
 from outrider.config import SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.errors import ConfigError
+from outrider.speculative.registry import BUILT_IN
 from outrider.tools.bench import acceptance
 
 SIZES = ("--max-tokens", 6, "--max-model-len", 256, "--kv-cache-memory-bytes", "8M", "--backend", "reference")
@@ -89,6 +90,18 @@ def test_the_drafter_comes_from_options_and_json_together() -> None:
     ] == [5, 5, 4]
     with pytest.raises(ConfigError, match="--k says 2"):
         speculation_of(given, method=None, drafter=None, k=2)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_speculative_tokens": None}, {"draft_confidence": 0.3}, {"lookup": False}])
+def test_what_a_drafter_can_do_is_measured_with_a_fixed_number_of_drafts(given: dict[str, Any]) -> None:
+    """What an engine chooses depends on how long steps take, so no measurement could be repeated."""
+    for name in BUILT_IN:
+        assert not speculation_of(given, method=name, drafter=None, k=None).chooses
+
+
+def test_a_measurement_of_a_drafter_looks_nothing_up() -> None:
+    with pytest.raises(ConfigError, match="leave lookup out"):
+        speculation_of({"lookup": True}, method="dflash", drafter=None, k=None)
 
 
 def test_the_word_copying_stands_for_the_requests_of_the_package(

@@ -24,4 +24,4 @@ def test_drafts_are_tokens_that_both_have(width: int, temperature: float) -> Non
     (request,) = engine.runner.requests.values()
     rows = [DrawRow(request, 3 + number, ()) for number in range(8)]
     vocabulary = DraftVocabulary(size=VOCABULARY)
-    assert engine.runner._draw(logits, rows, vocabulary) == [3 * number for number in range(8)]
+    assert engine.runner.drafting._draw(logits, rows, vocabulary) == [3 * number for number in range(8)]

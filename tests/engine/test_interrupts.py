@@ -19,7 +19,7 @@ from outrider.sampling import SamplingParams
 
 PROMPTS = [[i, 2 * i, 3 * i, 7] * 6 for i in range(1, 5)]
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
-METHODS = ("none", "ngram", "draft_model")
+METHODS = ("none", "ngram", "draft_model", "draft_model, chosen")
 INTERRUPTED = ("scheduler", "kv", "engine", "runner")
 """Packages whose lines are interrupted one by one."""
 
@@ -30,9 +30,10 @@ class Interrupt(BaseException):
 
 def engine_for(method: str, **settings: Any) -> Engine:
     model = tiny_model()
-    if method == "draft_model":
+    if method.startswith("draft_model"):
         drafter = tiny_draft_model(model, first_layers(model, 1))
-        return tiny_engine(model, drafter=drafter, method=method, k=3, **settings)
+        k = None if method.endswith("chosen") else 3
+        return tiny_engine(model, drafter=drafter, method="draft_model", k=k, **settings)
     return tiny_engine(model, speculate=method == "ngram", k=3, **settings)
 
 
@@ -109,7 +110,7 @@ PLACES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "tables": lambda engine: (engine.runner._tables, "assign"),
     "layers": lambda engine: (engine.runner._target, "forward"),
     "sample": lambda engine: (engine.runner, "_sample"),
-    "propose": lambda engine: (engine.runner, "_propose"),
+    "propose": lambda engine: (engine.runner.drafting, "run"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "commit kv": lambda engine: (engine.scheduler.kv, "commit"),
     "publish": lambda engine: (engine.scheduler.kv.progress, "publish"),

@@ -91,12 +91,13 @@ def tiny_engine(
     model: LoadedModel | None = None,
     *,
     drafter: Drafter | None = None,
-    k: int = 4,
+    k: int | None = 4,
     method: str = "ngram",
     draft_confidence: float | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine over a tiny model with the sanitizer on; `drafter` or `method` with k > 0 turns speculation on."""
+    """An engine over a tiny model with the sanitizer on; `drafter` or `method` with k > 0 turns speculation on, and
+    without a k the engine chooses at each step."""
     defaults: dict[str, Any] = {
         "max_model_len": 256,
         "max_num_seqs": 32,
@@ -108,9 +109,8 @@ def tiny_engine(
         "device": "cpu",
     }
     if drafter is not None or settings.pop("speculate", False):
-        settings["speculative_config"] = SpeculativeConfig(
-            method=method, num_speculative_tokens=k, draft_confidence=draft_confidence
-        )
+        fixed = SpeculativeConfig(method=method, num_speculative_tokens=k, draft_confidence=draft_confidence)
+        settings.setdefault("speculative_config", fixed)
     return build_engine(EngineConfig(**(defaults | settings)), model=model or tiny_model(), drafter=drafter)
 
 

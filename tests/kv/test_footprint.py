@@ -219,7 +219,13 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("a block that keeps", IN_BLOCKS | {"keeps_accepted": True}, ("masks", "keeps_accepted=False")),
     ("taps and keeps", FROM_TAPS | {"keeps_accepted": True}, ("taps", "keeps_accepted=False")),
     ("a block without the bonus slot", IN_BLOCKS | {"scratch_extra": 0}, ("scratch_ahead(1)", "raise scratch_extra")),
+    (
+        "a block longer than those it was trained with, without the bonus slot",
+        IN_BLOCKS | {"scratch_extra": 0, "block_sizes": (4, 9)},
+        ("scratch_ahead(9)", "raise scratch_extra"),
+    ),
     ("rows of a block in a chain", FROM_TAPS | {"block_sizes": (4,)}, ("block_sizes are (4,)", "blocks")),
+    ("sizes of blocks that fall", IN_BLOCKS | {"block_sizes": (8, 4)}, ("block_sizes must ascend", "(8, 4)")),
     ("fewer rows than none", IN_BLOCKS | {"block_sizes": (-1,)}, ("block_sizes", "-1")),
     ("passes without groups", {"proposing": Proposing.CHAIN}, ("chain", "declare the groups")),
     ("a block without groups", {"proposing": Proposing.BLOCK}, ("block", "declare the groups")),

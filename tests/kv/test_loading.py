@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,15 @@ def test_the_longest_end_is_the_one_that_trying_every_end_finds(
 ) -> None:
     found = longest_held([kind for kind, _ in groups], [parts for _, parts in groups], limit)
     assert found == plain_longest_held(groups, limit)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+def test_an_end_needs_every_position_of_its_window(window: int) -> None:
+    """All sets of up to eight positions, held one by one."""
+    for held in range(1 << 8):
+        parts = [Interval(position, position + 1) for position in range(8) if held >> position & 1]
+        group = (Sliding(window), parts)
+        assert longest_held([group[0]], [parts], 8) == plain_longest_held([group], 8)
 
 
 @given(parts=st.lists(intervals, max_size=8), end=st.integers(0, 60))

@@ -183,6 +183,31 @@ def test_headers_that_matter_arrive_at_both_workers() -> None:
         assert "cookie" not in exchange.headers
 
 
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        ("http://{worker}/v1/models?a=%2F", "/v1/models?a=%2F"),
+        ("https://{worker}/v1/models", "/v1/models"),
+        ("http://{worker}//elsewhere/x", "/elsewhere/x"),
+        ("/v1/models", "/v1/models"),
+        ("http://elsewhere:80/x", "http://elsewhere:80/x"),
+        ("http://[no address/x", "http://[no address/x"),
+    ],
+)
+def test_a_redirect_of_a_worker_to_itself_leads_through_the_proxy(given: str, passed_on: str) -> None:
+    async def redirect(exchange: Exchange) -> None:
+        location = given.format(worker=exchange.headers["host"])
+        exchange.writer.write(f"HTTP/1.1 307 X\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode())
+        await exchange.writer.drain()
+
+    async def scenario() -> httpx.Response:
+        async with running([FakeWorker(prefill)], [FakeWorker(redirect)]) as proxy:
+            return await proxy.client.get("/v1/models/")
+
+    answer = asyncio.run(scenario())
+    assert (answer.status_code, answer.headers["location"]) == (307, passed_on)
+
+
 def test_a_request_without_an_id_gets_one() -> None:
     answer, p, d, _proxy = asyncio.run(ask("/v1/completions", b'{"prompt":"x"}'))
     name = answer.headers["x-request-id"]

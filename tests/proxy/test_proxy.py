@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.proxy.fakes import Exchange, FakeWorker, decode, hang, prefill, running, until
+from tests.requirements import missing
 
 from outrider.errors import ConfigError
 from outrider.proxy.config import ProxyConfig
@@ -246,7 +247,7 @@ def test_passwords_in_urls_are_refused_and_not_repeated(url: str) -> None:
 
 def test_workers_behind_tls_are_reached_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed, which makes the certificate")
+        missing("openssl", "openssl is not installed, which makes the certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]

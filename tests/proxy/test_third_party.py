@@ -29,6 +29,7 @@ from tests.proxy.cluster import (
     texts_of,
 )
 from tests.proxy.conftest import Pair
+from tests.requirements import missing
 from tests.server.running import RunningServer, wait_until
 
 Body = dict[str, Any]
@@ -182,7 +183,13 @@ class Router:
 
 
 @pytest.fixture(scope="module")
-def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+def installed_router() -> None:
+    if not ROUTER:
+        missing("vllm-router", NO_ROUTER)
+
+
+@pytest.fixture(scope="module")
+def router(installed_router: None, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     running = Router([pair.prefill], [pair.decode], tmp_path_factory.mktemp("router") / "log")
     try:
         yield running
@@ -190,7 +197,7 @@ def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rou
         running.stop()
 
 
-@pytest.mark.skipif(not ROUTER, reason=NO_ROUTER)
+@pytest.mark.usefixtures("installed_router")
 def test_vllm_router_gives_a_single_workers_answer(router: Router, pair: Pair) -> None:
     for path, body in bodies("router"):
         before = counters(pair.decode)
@@ -202,7 +209,7 @@ def test_vllm_router_gives_a_single_workers_answer(router: Router, pair: Pair) -
         assert after["fetch_failures"] == before["fetch_failures"]
 
 
-@pytest.mark.skipif(not ROUTER, reason=NO_ROUTER)
+@pytest.mark.usefixtures("installed_router")
 def test_vllm_router_streams(router: Router, pair: Pair) -> None:
     body = {"model": "tiny", "prompt": f"router, streamed: {STORY}", "temperature": 0, "max_tokens": 12}
     streamed = post(router.url, COMPLETIONS, body | {"stream": True})
@@ -210,13 +217,13 @@ def test_vllm_router_streams(router: Router, pair: Pair) -> None:
     assert joined(streamed.text.splitlines())[0] == alone(pair.decode, COMPLETIONS, body)[0][0]
 
 
-@pytest.mark.skipif(not ROUTER, reason=NO_ROUTER)
+@pytest.mark.usefixtures("installed_router")
 def test_vllm_router_passes_our_refusals_on(router: Router) -> None:
     answer = post(router.url, CHAT, {"model": "other", "messages": [{"role": "user", "content": "x"}]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.skipif(not ROUTER, reason=NO_ROUTER)
+@pytest.mark.usefixtures("installed_router")
 def test_vllm_router_without_a_prefill_worker(
     pair: Pair, tiny_model_path: Path, key_file: Path, tmp_path: Path
 ) -> None:

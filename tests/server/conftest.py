@@ -28,3 +28,14 @@ def tiny(tiny_model_path: Path) -> Iterator[RunningServer]:
         assert "Traceback" not in server.log, server.log
     finally:
         assert server.stop() == 0, server.log
+
+
+@pytest.fixture(scope="session")
+def choosing(tiny_model_path: Path) -> Iterator[RunningServer]:
+    """Chooses at each step how much it speculates, from the text itself."""
+    server = RunningServer(tiny_model_path, *TINY, "--speculative-config", '{"method": "ngram"}')
+    try:
+        yield server.wait()
+        assert "Traceback" not in server.log, server.log
+    finally:
+        assert server.stop() == 0, server.log

@@ -100,6 +100,7 @@ CASES = {
     "few tokens": text("few", **SEEDED, allowed_token_ids=[40, 41, 42, 43], logit_bias={"41": 2}),
     "schema": text("schema", guided_json=SCHEMA, max_tokens=40, **SEEDED),
     "no drafts": text("plain", speculate=False),
+    "two drafts": text("two", num_speculative_tokens=2),
     "salted": text("salted", cache_salt="pepper"),
     "chat": chat("chat", return_token_origins=True),
     "chat, seeded, logprobs": chat("chat seeded", **SEEDED, logprobs=True, top_logprobs=2),

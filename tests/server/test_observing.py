@@ -16,6 +16,7 @@ from tests.server.running import RunningServer
 
 from outrider.engine.speculation import SpeculationCounts
 from outrider.errors import ConfigError
+from outrider.scheduler.pacing.figures import Choice
 from outrider.server.messages import Counters, Delta, Ending, StepReport, TransferFigures
 from outrider.server.observe.figures import Figures
 from outrider.server.observe.metrics import Metrics
@@ -102,6 +103,63 @@ def test_the_log_tells_what_was_handed_over_since_the_line_before() -> None:
     assert "Held: 2 prompts, 8 pages" in text
     assert "Fetches: 3, 1 failed" in text
     assert "Received: 2.5 MB/s" in text
+
+
+CHOICE = Choice(
+    rate=250.5,
+    plain_rate=100.0,
+    observed_rate=240.0,
+    drafting_requests=3,
+    drafts=7,
+    least_probability=0.15,
+    row_price=0.25,
+    speed=1.5,
+)
+
+
+def test_the_choice_is_the_engines_own_and_drafts_are_counted_by_source() -> None:
+    figures = Figures()
+    metrics = Metrics("x:", figures, "m")
+    assert "x:spec_decode_row_price_tokens" not in metrics.text().decode()
+    figures.take(
+        report(
+            choice=CHOICE,
+            probes=2,
+            offered_by_source=[9, 4, 0, 1],
+            verified_by_source=[6, 3, 0, 1],
+            shared_lookup_hits=5,
+            lookup_tokens=70,
+        )
+    )
+    text = metrics.text().decode()
+    for expected in (
+        'x:spec_decode_expected_tokens_per_second{engine="0",model_name="m"} 250.5',
+        'x:spec_decode_expected_plain_tokens_per_second{engine="0",model_name="m"} 100.0',
+        'x:spec_decode_observed_tokens_per_second{engine="0",model_name="m"} 240.0',
+        'x:spec_decode_num_drafting_requests{engine="0",model_name="m"} 3.0',
+        'x:spec_decode_num_chosen_draft_tokens{engine="0",model_name="m"} 7.0',
+        'x:spec_decode_row_price_tokens{engine="0",model_name="m"} 0.25',
+        'x:spec_decode_machine_speed_factor{engine="0",model_name="m"} 1.5',
+        'x:spec_decode_probes_total{engine="0",model_name="m"} 2.0',
+        'x:spec_decode_num_offered_tokens_by_source_total{engine="0",model_name="m",source="drafter"} 9.0',
+        'x:spec_decode_num_verified_tokens_by_source_total{engine="0",model_name="m",source="own_text"} 3.0',
+        'x:spec_decode_lookup_hits_total{engine="0",model_name="m",source="shared_text"} 5.0',
+        'x:spec_decode_lookup_tokens{engine="0",model_name="m"} 70.0',
+    ):
+        assert expected in text, expected
+    figures.engine_ended()
+    figures.take(report(probes=1, offered_by_source=[1, 0, 0, 0]))
+    text = metrics.text().decode()
+    assert "x:spec_decode_row_price_tokens" not in text
+    assert 'x:spec_decode_num_offered_tokens_by_source_total{engine="0",model_name="m",source="drafter"} 10.0' in text
+    assert 'x:spec_decode_probes_total{engine="0",model_name="m"} 3.0' in text
+    assert 'x:spec_decode_lookup_tokens{engine="0",model_name="m"} 0.0' in text
+
+
+def test_the_log_tells_what_is_chosen() -> None:
+    text = line(Counters(), Counters(choice=CHOICE), 2.0)
+    assert "Drafting for: 3 reqs, up to 7 tokens, Expected: 250.5 tokens/s, 100.0 without drafts" in text
+    assert "Drafting for" not in line(Counters(), Counters(), 2.0)
 
 
 def test_acceptance_in_the_log_counts_the_bonus_token() -> None:

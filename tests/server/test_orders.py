@@ -79,6 +79,7 @@ def test_what_a_client_sets_reaches_the_engine(path: str) -> None:
     settings = {"temperature": 0.5, "top_p": 0.75, "top_k": 5, "min_p": 0.125, "seed": 3, "ignore_eos": True}
     order = ordered(path, **settings, priority=7, speculate=False, cache_salt="mine", stream=True)
     assert (order.priority, order.speculate, order.stream) == (7, False, True)
+    assert ordered(path, num_speculative_tokens=2).num_speculative_tokens == 2
     assert (order.tenant, order.salt) == (tenant_of(KEY), f"{tenant_of(KEY)}:mine")
     assert order.prompt_token_ids == [1, 2, 3]
     assert {name: getattr(order.params, name) for name in settings} == settings
@@ -88,7 +89,7 @@ def test_what_a_client_sets_reaches_the_engine(path: str) -> None:
 @pytest.mark.parametrize("path", ROUTES)
 def test_what_a_client_does_not_set_is_as_documented(path: str) -> None:
     order = ordered(path)
-    assert (order.priority, order.speculate, order.stream) == (0, True, False)
+    assert (order.priority, order.speculate, order.num_speculative_tokens, order.stream) == (0, True, None, False)
     assert (order.tenant, order.salt) == (tenant_of(KEY), tenant_of(KEY))
     assert {name: getattr(order.params, name) for name in RECOMMENDED} == RECOMMENDED
     # Whoever sets a temperature has other plans than the model's makers.

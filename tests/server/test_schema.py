@@ -17,6 +17,7 @@ REFUSED = frozenset(
     {"model", "tool_choice", "response_format", "structured_outputs", "text", "suffix", "best_of", "min_tokens"}
     | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs", "n", "top_logprobs"}
     | {"stop_token_ids", "allowed_token_ids", "logit_bias", "continue_final_message", "max_completion_tokens", "seed"}
+    | {"num_speculative_tokens"}
 )
 
 

@@ -107,7 +107,7 @@ def test_a_draft_model_stops_where_it_is_unsure() -> None:
 
 
 def request() -> RunningRequest:
-    record = SimpleNamespace(id="a", tokens=array("I", [1]))
+    record = SimpleNamespace(id="a", tokens=array("I", [1]), spec=SimpleNamespace(salt=""))
     sampling = RequestSampling(SamplingParams(temperature=0), vocab_size=256, device="cpu")
     return RunningRequest(cast(Request, record), sampling)
 
@@ -128,7 +128,8 @@ def test_drafts_are_verified_while_their_joint_probability_is_high_enough(
     drafting, drafts = request(), [*range(len(probabilities))]
     for probability in probabilities:
         # A drafter's own estimate counts instead of that of its logits.
-        drafting.drafted(0.8 if own else probability)
+        estimate = 0.8 if own else probability
+        drafting.drafted(estimate, estimate)
     drafting.propose(drafts, least, probabilities if own else None)
     assert drafting.drafts == drafts[:verified]
     drafting.begin_drafting()
@@ -147,7 +148,8 @@ def test_a_block_asks_for_as_many_drafts_as_were_likely_in_the_step_before() -> 
         asked.append(drafting.worth_asking(7))
         drafting.begin_drafting()
         for number in range(asked[-1]):
-            drafting.drafted(1.0 if number < likely else 0.1)
+            probability = 1.0 if number < likely else 0.1
+            drafting.drafted(probability, probability)
         drafting.propose([3] * asked[-1], 0.5)
         assert len(drafting.drafts) == min(likely, asked[-1])
     # One more than were likely; where all were, twice as many.
@@ -155,7 +157,7 @@ def test_a_block_asks_for_as_many_drafts_as_were_likely_in_the_step_before() -> 
     assert drafting.worth_asking(2) == 2
     drafting.begin_drafting()
     # With a threshold of 0 nothing is learnt from unlikely drafts.
-    drafting.drafted(0.1)
+    drafting.drafted(0.1, 0.1)
     drafting.propose([3], 0.0)
     assert drafting.worth_asking(7) == 5
 
@@ -166,11 +168,12 @@ def test_without_a_number_the_drafter_makes_as_many_drafts_as_it_was_trained_for
     drafter = case.load(tmp_path, target, settings_for(target, page_tokens=8))
     by_itself = engine_over(drafter, target, case.method)
     assert by_itself.k == drafter.default_k == drafter.footprint.block_sizes[-1] - 1
-    assert by_itself.runner.least_confidence == by_itself.runner.backend.draft_confidence
+    assert by_itself.pacer is not None
+    assert by_itself.pacer.sizes == (by_itself.k,)
     told = engine_over(drafter, target, case.method, num_speculative_tokens=2)
-    assert (told.k, told.runner.least_confidence) == (2, 0.0)
+    assert (told.k, told.runner.drafting.least_confidence, told.pacer) == (2, 0.0, None)
     both = engine_over(drafter, target, case.method, draft_confidence=0.5)
-    assert (both.k, both.runner.least_confidence) == (drafter.default_k, 0.5)
+    assert (both.k, both.runner.drafting.least_confidence, both.pacer) == (drafter.default_k, 0.5, None)
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, 2, float("nan"), True, "0.5"])

@@ -149,7 +149,7 @@ def test_heads_read_the_hidden_state_of_the_last_accepted_token(target: LoadedMo
     plain = tokens_of(LLM.over(tiny_engine(target)).generate(prompts, params))
     hand_in = mostly_right([prompt + said for prompt, said in zip(prompts, plain, strict=True)])
     engine = medusa_engine(target, checkpoint)
-    drafter = engine.runner._drafter
+    drafter = engine.runner.drafting._drafter
     assert drafter is not None
     step = drafter.step
 

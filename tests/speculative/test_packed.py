@@ -44,7 +44,7 @@ def engine_over(name: str, path: Path, target: LoadedModel, *, backend: str = "c
 
 def matrices(engine: Engine) -> list[Matrix]:
     """All matrices of the drafter's own whose rows are whole blocks."""
-    drafter = engine.runner._drafter
+    drafter = engine.runner.drafting._drafter
     assert isinstance(drafter, DFlash | OneLayerAhead)
     found: list[Matrix] = []
     for layer in drafter._decoder.parameters.layers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,13 @@ from outrider.tools.bench.texts import QUESTIONS
 
 TOKENS = 48
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-METHODS: dict[str, int | None] = {"dflash": 7, "eagle3": 5, "dflash by itself": None}
-"""Number of drafts of each method; with None, only drafts that are likely are verified."""
+METHODS: dict[str, dict[str, float]] = {
+    "dflash": {"num_speculative_tokens": 7},
+    "eagle3": {"num_speculative_tokens": 5},
+    "dflash, likely drafts": {"draft_confidence": 0.2},
+}
+"""How much each method drafts. Where the engine chooses, it goes by how long steps take, and no two runs have the same
+steps."""
 Step = tuple[int, int]
 """Tokens so far, and how many this step added."""
 
@@ -42,8 +48,13 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
+def name_of(method: str) -> str:
+    return method.partition(",")[0]
+
+
 def engine_for(method: str, **settings: object) -> Engine:
-    speculation = SpeculativeConfig(method=method.split()[0], num_speculative_tokens=METHODS[method])
+    how_much: dict[str, Any] = dict(METHODS.get(method, {}))
+    speculation = SpeculativeConfig(method=name_of(method), **how_much)
     defaults: dict[str, object] = {"kv_cache_memory_bytes": 1 << 27, "sanitizer": "raise", "sanitizer_level": "bytes"}
     config = EngineConfig(speculative_config=speculation, **(defaults | settings))  # type: ignore[arg-type]
     return build_engine(config, model=model())
@@ -81,7 +92,7 @@ def cold(method: str) -> list[list[Step]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_drafter_is_found_by_its_target_and_accepts_well(method: str) -> None:
-    assert packaged_drafter(DEFAULT_MODEL, method.split()[0]) is not None
+    assert packaged_drafter(DEFAULT_MODEL, name_of(method)) is not None
     assert mean_length(cold(method)) > 2.0
 
 
@@ -122,6 +133,26 @@ def test_preemption_and_resumption_change_no_step(method: str, caching: bool) ->
     assert mean_length(steps) == pytest.approx(mean_length(cold(method)), rel=0.1)
 
 
+@pytest.mark.parametrize("method", ["dflash, chosen", "eagle3, chosen", "ngram, chosen"])
+def test_where_the_engine_chooses_only_the_steps_differ(method: str) -> None:
+    engine, plain = engine_for(method), engine_for(method)
+    assert engine.pacer is not None
+    for number, prompt in enumerate(prompts()):
+        engine.add_request(str(number), prompt, PARAMS)
+        plain.add_request(str(number), prompt, PARAMS, speculate=False)
+    texts = []
+    for each in (engine, plain):
+        outputs = [each.output(str(number)) for number in range(len(prompts()))]
+        while each.has_work:
+            each.step()
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1]
+    assert plain.speculation.draft_tokens == 0
+    if not method.startswith("ngram"):
+        # There are few copies to look up in these texts.
+        assert engine.speculation.accepted_tokens > 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stretch_without_drafts_leaves_the_drafter_up_to_date(method: str) -> None:
     """Drafts after 200 plain steps are those after 20, made by a drafter that had drafted before."""
@@ -134,10 +165,10 @@ def test_a_stretch_without_drafts_leaves_the_drafter_up_to_date(method: str) -> 
         engine.add_request("r", prompts()[0], params)
         output, found = engine.output("r"), []
         (request,) = engine.scheduler.requests.values()
-        k = request.k
+        k = request.wanted
         while engine.has_work:
             before = len(output.outputs[0].token_ids)
-            request.k = 0 if first <= before < stop else k
+            request.wanted = 0 if first <= before < stop else k
             engine.step()
             found.append((before, len(output.outputs[0].token_ids) - before))
         return [step for step in found if step[0] >= stop]

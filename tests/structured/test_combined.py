@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.lossless import tokens_of
+from tests.engine.pacing import choose_at_random
 from tests.engine.tiny import VOCABULARY, first_layers, tiny_draft_model, tiny_engine
+from tests.speculative.cases import CASES, engine_with
 from tests.structured.ending import EOS, ending_model, spelt
 from tests.structured.test_output import GRAMMARS, PROMPTS, is_valid
 
@@ -85,7 +88,7 @@ def alone() -> list[list[list[int]]]:
 def test_every_setting_gives_the_same_text_with_drafts(engine: dict[str, Any], alone: list[list[list[int]]]) -> None:
     confidence = engine.pop("draft_confidence", 0.0)
     built = drafting(**engine)
-    built.runner.least_confidence = confidence
+    built.runner.drafting.least_confidence = confidence
     llm = LLM.over(built)
     for _ in range(2):  # the second time prompts are in the cache
         outputs = llm.generate(*asked())
@@ -98,6 +101,30 @@ def test_every_setting_gives_the_same_text_with_drafts(engine: dict[str, Any], a
             for said in output.outputs:
                 assert said.logprobs is not None
                 assert len(said.logprobs) == len(said.token_ids)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "small model", "full", "eagle3"])
+def test_a_choice_that_changes_at_every_step_gives_the_same_text(
+    drafter: str, alone: list[list[list[int]]], tmp_path: Path
+) -> None:
+    if drafter == "lookup":
+        built = tiny_engine(ending_model(), speculate=True, k=None)
+    elif drafter == "small model":
+        built = drafting(k=None, max_num_batched_tokens=32, max_num_seqs=8)
+    else:
+        built, recorder = engine_with(CASES[drafter], ending_model(), tmp_path, k=None)
+        recorder.cut = True
+    prompts, params = asked()
+    firsts = [each[0] for each in alone]
+    texts = [prompt + said for prompt, said in zip(prompts, firsts, strict=True)]
+    seen = choose_at_random(built, texts)
+    llm = LLM.over(built)
+    for _ in range(2):  # the second time prompts are in the cache, and texts may be copied
+        outputs = llm.generate(prompts, params)
+        assert [[said.token_ids for said in output.outputs] for output in outputs] == alone
+    assert built.speculation.accepted_tokens > 0
+    for source in ("GRAMMAR", "OWN_TEXT", "SHARED_TEXT"):
+        assert seen[f"from {source}"] > 0, source
 
 
 @pytest.mark.parametrize("speculate", [False, True])
@@ -175,9 +202,9 @@ def test_drafts_of_a_smaller_vocabulary_keep_to_the_form() -> None:
     logits = torch.tensor([[0.0, 1.0, 5.0, 6.0, 7.0]] * 2)
     first, second = spelt("bc")
     rows = [DrawRow(request, 4, ()), DrawRow(request, 5, (first,))]
-    assert engine.runner._draw(logits, rows, vocabulary) == [first, second]
+    assert engine.runner.drafting._draw(logits, rows, vocabulary) == [first, second]
     # Where it has no token that fits, none is proposed.
     none = DraftVocabulary(size=VOCABULARY, target_ids=torch.tensor(spelt("vwxyz")))
     request.begin_drafting()
-    request.propose(engine.runner._draw(logits, rows, none), 0.0)
+    request.propose(engine.runner.drafting._draw(logits, rows, none), 0.0)
     assert request.drafts == []

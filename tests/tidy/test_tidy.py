@@ -27,6 +27,7 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
     "outrider.errors": (),
     "outrider.frames": (),
     "outrider.kv": ("outrider.errors", "outrider.kv"),
+    "outrider.scheduler.pacing": ("outrider.errors", "outrider.kv", "outrider.scheduler.pacing"),
     "outrider.scheduler": ("outrider.errors", "outrider.kv", "outrider.scheduler"),
     # Links carry bytes, and use what carries them: arrays of addresses, sockets and NIXL.
     "outrider.transfer.links": (
@@ -123,6 +124,7 @@ ALLOWED_OWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.models.chat",
         "outrider.models.tokenizer",
         "outrider.sampling",
+        "outrider.scheduler.pacing.figures",
         "outrider.scheduler.request",
         "outrider.server",
     ),
@@ -372,6 +374,8 @@ BROKEN = (
     (import_direction, "outrider.kv.pages", "def f():\n    from outrider import api"),
     (import_direction, "outrider.kv.pages", "import importlib\nimportlib.import_module('outrider.tools.sim')"),
     (import_direction, "outrider.scheduler.queue", "import outrider.speculative.method"),
+    (import_direction, "outrider.scheduler.pacing.pacer", "from outrider.scheduler.plan import StepPlan"),
+    (import_direction, "outrider.scheduler.pacing.pacer", "import outrider.speculative.lookup"),
     (import_direction, "outrider.transfer.driver", "import outrider.engine.engine"),
     (import_direction, "outrider.transfer.local", "import numpy"),
     (import_direction, "outrider.transfer.links.nixl", "import torch"),
@@ -412,6 +416,8 @@ BROKEN = (
 FINE = (
     (import_direction, "outrider.kv.pages", "import heapq\nfrom . import ledger\nfrom .ledger import Ledger"),
     (import_direction, "outrider.kv.pages", "from outrider.errors import OutriderError"),
+    (import_direction, "outrider.scheduler.plan", "from outrider.scheduler.pacing.pacer import Pace"),
+    (import_direction, "outrider.scheduler.pacing.pacer", "from outrider.kv.footprint import KVFootprint"),
     (import_direction, "outrider.sanitizer.checks", "from outrider.scheduler.plan import StepPlan"),
     (import_direction, "outrider.cli.main", "from outrider.cli.sim import sim\nimport typer"),
     (import_direction, "outrider.transfer.messages", "import msgspec"),

@@ -177,6 +177,7 @@ class ScriptedWorker:
     def assert_empty(self) -> None:
         """No page is held, and nothing is on its way."""
         assert self.driver.is_idle
+        assert self.lender.held_pages == 0
         self.kv.check_integrity()
         self.kv.reset_cache()
         assert [arena.num_free for arena in self.kv.pool.arenas] == [

@@ -43,7 +43,23 @@ def test_digests_are_taken_of_each_slot_at_most_once(digests_of: list[tuple[int,
     lease = book.grant("a", offer, 0.0)
     book.claim(lease, "D", 0.0)
     desk = Desk(engine="P", digest=b"", signatures=NAMES, leases=book, clock=lambda: 0.0, digest_slots=digest)
-    answer = desk.answer(Confirm(lease=lease, reader="D", digests_of=digests_of), lambda: b"")
+    answer = desk.answer(Confirm(lease=lease, reader="D", question=7, digests_of=digests_of), lambda: b"")
     assert isinstance(answer, Confirmed)
-    assert answer.held is held
+    assert (answer.question, answer.held) == (7, held)
     assert sum(interval.size for interval in taken) <= 20
+
+
+def test_pages_that_are_given_back_while_they_are_digested_are_not_confirmed() -> None:
+    book = LeaseBook(60.0)
+    groups = {NAMES[0]: OfferedGroup(Interval(0, 20), (1, 2, 3), 8)}
+    offer = Offer(engine="P", binding=bytes(BINDING_BYTES), num_tokens=20, first_token=1, groups=groups)
+    lease = book.grant("a", offer, 0.0)
+    book.claim(lease, "D", 0.0)
+
+    def digest(_group: int, _held: OfferedGroup, _interval: Interval) -> bytes:
+        book.withdraw("a")
+        return b"digest"
+
+    desk = Desk(engine="P", digest=b"", signatures=NAMES, leases=book, clock=lambda: 0.0, digest_slots=digest)
+    answer = desk.answer(Confirm(lease=lease, reader="D", question=1, digests_of=[(0, 0, 20)]), lambda: b"")
+    assert answer == Confirmed(lease=lease, question=1, held=False)

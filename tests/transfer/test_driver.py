@@ -3,11 +3,12 @@ back."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import replace as with_fields
 from tests.kv.fakes import ids, reference_text
 from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
 
@@ -15,7 +16,8 @@ from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
 from outrider.transfer.link import Landed, Quiet, Received
-from outrider.transfer.messages import Confirm, Fetch, Hello, Release
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Release, Renew
+from outrider.transfer.offers import prompt_binding
 from outrider.transfer.peers import IDLE_PEER_S
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
@@ -99,7 +101,47 @@ def test_kv_that_was_read_after_the_lease_had_ended_is_computed_again() -> None:
     assert pair.prefill.driver.counters.leases_expired == 1
     pair.decode.link.land()
     pair.finish()
-    assert "lease ended" in pair.decode.driver.take_settled()[0].reason
+    (settled,) = pair.decode.driver.take_settled()
+    assert "lease ended" in settled.reason
+    assert settled.transferred_tokens == settled.bytes == 0
+    pair.assert_empty()
+
+
+def test_a_confirmation_that_was_late_is_not_taken_for_that_of_a_later_hand_off() -> None:
+    """A request is confirmed twice; it ends, and its release is lost. A second one brings the same ticket, and what it
+    reads is not the prompt's any more."""
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    link = pair.decode.link
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    link.land()
+    pair.pass_time(1.0)
+    pair.pass_time(LIMITS.answer_s + 0.1)
+    assert pair.prefill.answers(pair.decode)
+    late = [event for event in link.events if isinstance(event, Received) and isinstance(event.message, Confirmed)]
+    assert len(late) == 2
+    link.events.remove(late[1])
+    pair.decode.step()
+    assert pair.decode.scheduler.requests["a"].state is State.DECODING
+    assert link.take_sent(Release)
+    pair.decode.scheduler.abort("a")
+    pair.decode.driver.advance()
+    pair.decode.kv.reset_cache()
+
+    pair.decode.fetch("b", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    assert link.reads
+    # Its renewals are lost, and the lease ends before the last byte is read.
+    pair.clock.now_s += LIMITS.lease_s + 1.0
+    pair.prefill.driver.advance()
+    link.land()
+    link.events.append(late[1])
+    pair.decode.driver.advance()
+    pair.finish("b")
+    assert "lease ended" in pair.decode.driver.take_settled()[-1].reason
     pair.assert_empty()
 
 
@@ -129,7 +171,7 @@ def test_a_question_without_an_answer_is_asked_once_more_and_then_given_up(lost:
 
 def replace_lease(ticket: Ticket) -> Ticket:
     """A ticket for a lease that does not exist: the peer is met, and refuses it."""
-    return replace(ticket, lease=bytes(16))
+    return with_fields(ticket, lease=bytes(16))
 
 
 def test_a_read_that_was_given_up_is_fenced_when_its_time_is_up_and_its_pages_wait() -> None:
@@ -181,6 +223,105 @@ def test_a_peer_that_stops_while_it_sends_is_fenced_and_the_prompt_computed() ->
     pair.assert_empty()
 
 
+def test_nothing_is_read_from_a_peer_that_is_cut_off_until_it_was_met_again() -> None:
+    """A second request has its offer when the peer is cut off for the first one's sake."""
+    pair = Pair()
+    pair.reading("a")
+    pair.decode.fetch("b", pair.prefill.hand_over("b"))
+    talk(pair.prefill, pair.decode)
+    pair.pass_time(LIMITS.read_s + 0.1)
+    assert pair.decode.link.fenced == ["P"]
+    started = pair.decode.link.started
+    pair.decode.step()
+    assert pair.decode.link.started == started
+    assert "connection" in next(s.reason for s in pair.decode.driver.take_settled() if s.sequence == "b")
+    pair.decode.link.fall_quiet("P")
+    pair.finish("a")
+    pair.finish("b")
+    pair.assert_empty()
+
+
+def test_a_question_to_a_peer_that_is_cut_off_is_asked_once_it_is_quiet() -> None:
+    pair = Pair()
+    pair.reading("a")
+    pair.pass_time(LIMITS.read_s + 0.1)
+    pair.decode.link.take_sent()
+    pair.decode.fetch("b", pair.prefill.hand_over("b"))
+    assert pair.decode.link.take_sent() == []
+    pair.decode.link.fall_quiet("P")
+    pair.decode.driver.advance()
+    assert [message for _peer, message in pair.decode.link.sent if isinstance(message, Hello)]
+    talk(pair.prefill, pair.decode)
+    pair.finish("b")
+    assert pair.decode.driver.counters.transferred_tokens > 0
+    pair.finish("a")
+    pair.clock.now_s += LIMITS.lease_s
+    pair.prefill.driver.advance()
+    pair.assert_empty()
+
+
+def test_draft_kv_that_does_not_arrive_in_time_costs_no_more_than_itself() -> None:
+    pair = Pair()
+    pair.reading()
+    link, target = pair.decode.link, pair.decode.kv.layout.target_groups
+    link.land(*[number for number, read in link.reads.items() if read.group in target])
+    assert link.reads
+    pair.pass_time(LIMITS.read_s + 0.1)
+    assert link.fenced == ["P"]
+    assert pair.decode.scheduler.requests["a"].state is State.LOADING
+    link.fall_quiet("P")
+    pair.finish()
+    (settled,) = pair.decode.driver.take_settled()
+    assert settled.transferred_tokens == 40
+    pair.assert_empty()
+
+
+def test_a_worker_holds_no_more_than_its_share_for_others() -> None:
+    clock = Clock()
+    worker = ScriptedWorker("P", Role.PREFILL, clock)
+    worker.hand_over("a")
+    pages = [arena.num_pages - 1 for arena in worker.kv.pool.arenas]
+    held = [total - arena.num_available for total, arena in zip(pages, worker.kv.pool.arenas, strict=True)]
+    assert sum(held) == worker.lender.held_pages
+    share = max(count / total for count, total in zip(held, pages, strict=True))
+    for held_share, fits in ((share, True), (share * 0.99, False)):
+        worker = ScriptedWorker("P", Role.PREFILL, clock, limits=replace(LIMITS, held_share=held_share))
+        if fits:
+            worker.hand_over("a")
+        with pytest.raises(AssertionError):
+            worker.hand_over("b")
+        assert worker.driver.counters.hand_overs_refused == 1
+        clock.now_s += LIMITS.lease_s
+        worker.driver.advance()
+        worker.assert_empty()
+
+
+def test_leases_that_are_shorter_than_ones_own_are_prolonged_in_time() -> None:
+    pair = Pair(prefill={"limits": replace(LIMITS, lease_s=3.0)})
+    pair.decode.driver.advance()
+    pair.decode.fetch("a", pair.prefill.hand_over("a"))
+    talk(pair.prefill, pair.decode)
+    pair.decode.link.take_sent()
+    pair.pass_time(0.4)
+    assert pair.decode.link.take_sent(Renew) == []
+    pair.pass_time(0.2)
+    assert len([message for _peer, message in pair.decode.link.sent if isinstance(message, Renew)]) == 1
+    pair.finish()
+    pair.assert_empty()
+
+
+def test_a_lease_whose_pages_were_given_up_is_withdrawn() -> None:
+    pair = Pair()
+    pair.reading()
+    pair.prefill.scheduler.abort("a")
+    pair.prefill.driver.advance()
+    assert len(pair.prefill.lender.leases) == 0
+    pair.decode.link.land()
+    pair.finish()
+    assert "lease ended" in pair.decode.driver.take_settled()[0].reason
+    pair.assert_empty()
+
+
 def test_every_hand_off_without_draft_kv_is_counted() -> None:
     pair = Pair(prefill={"method": "none"})
     for name in ("a", "b"):
@@ -200,6 +341,15 @@ def test_a_ticket_serves_one_request_at_a_time() -> None:
     assert [(answer.sequence, answer.offer, "in use" in answer.reason) for answer in answers] == [("b", None, True)]
     pair.finish("a")
     pair.assert_empty()
+
+
+def test_a_ticket_that_is_declined_with_another_prompt_takes_nothing_away() -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.driver.decline(ticket, binding=prompt_binding(ids(40, seed=1)))
+    assert pair.decode.link.sent == []
+    pair.decode.driver.decline(ticket, binding=ticket.binding)
+    assert pair.decode.link.take_sent() == [Release(lease=ticket.lease, reader="D.1")]
 
 
 def test_a_peer_of_other_weights_is_refused_before_anything_is_read() -> None:

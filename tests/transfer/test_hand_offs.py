@@ -180,3 +180,21 @@ def test_several_continuations_and_scores_of_the_prompt_are_made_on_the_decode_w
     for engine in (prefill, decode):
         assert_nothing_left(engine)
         engine.close()
+
+
+def test_a_prefill_worker_without_a_drafter_takes_requests_that_ask_for_drafts(tmp_path: Path) -> None:
+    """The decode worker verifies, so it says whether it can verify so many."""
+    model = make_model("full")
+    prefill = make_worker(model, "none", tmp_path, "kv_producer")
+    decode = make_worker(model, "ngram", tmp_path, "kv_consumer")
+    prompt = [1, 2, 3, 4] * 6
+    ticket = ask(prefill, "a", prompt, PARAMS, hand_over=True, num_speculative_tokens=2).ticket
+    output = ask(decode, "a", prompt, PARAMS, ticket=ticket, num_speculative_tokens=2)
+    assert (
+        output.outputs[0].token_ids
+        == ask(make_worker(model, "none", tmp_path, None), "b", prompt, PARAMS).outputs[0].token_ids
+    )
+    assert len(output.metrics.speculation.accepted_at) <= 2
+    for engine in (prefill, decode):
+        assert_nothing_left(engine)
+        engine.close()

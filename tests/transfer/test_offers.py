@@ -86,6 +86,14 @@ def test_a_peer_without_the_drafter_sends_the_target_alone() -> None:
     assert shared_groups(LAYOUT, HERE, signatures(there, HERE)) == {0, 1}
 
 
+def test_a_peer_with_some_of_the_drafters_groups_sends_the_target_alone() -> None:
+    groups = (full("draft a", page=8), full("draft b", page=8))
+    here = KVLayout(target=LAYOUT.target, footprint=drafter("chain_from_taps", *groups))
+    offered = signatures(here, HERE)
+    assert shared_groups(here, HERE, offered) == {0, 1, 2, 3}
+    assert shared_groups(here, HERE, offered[:-1]) == {0, 1}
+
+
 def test_a_peer_with_another_target_layout_is_refused() -> None:
     there = KVLayout(target=(full(page=8), sliding(7, page=8)))
     with pytest.raises(TransferError, match=r"differs in group\(s\) sliding"):

@@ -33,17 +33,18 @@ def make_worker(
 ) -> Engine:
     """An engine with the sanitizer on, at level bytes; without a role it is a single worker."""
     transfer = settings.pop("transfer", {})
-    more: dict[str, Any] = {"block_size": block_size, **settings}
+    more: dict[str, Any] = {"block_size": block_size, "k": K, **settings}
     if role is not None:
         more["kv_transfer_config"] = transfer_config(role, **transfer)
     if drafter == "none":
         return tiny_engine(model, **more)
     if drafter == "ngram":
-        return tiny_engine(model, speculate=True, k=K, **more)
+        return tiny_engine(model, speculate=True, **more)
     if drafter == "draft model":
         small = tiny_draft_model(model, first_layers(model, 1), block_size=block_size)
-        return tiny_engine(model, drafter=small, method="draft_model", k=K, **more)
-    engine, _recorder = engine_with(CASES[drafter], model, directory, k=K, **more)
+        return tiny_engine(model, drafter=small, method="draft_model", **more)
+    engine, recorder = engine_with(CASES[drafter], model, directory, **more)
+    recorder.cut = more["k"] is None
     return engine
 
 

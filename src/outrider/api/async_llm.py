@@ -58,11 +58,13 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        speculate: bool = True,
+        num_speculative_tokens: int | None = None,
         hand_over: bool = False,
         ticket: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yields the result so far after each step that adds to it. Closing the iterator early
-        aborts the request. `hand_over` and `ticket` are as for `LLM.generate`."""
+        aborts the request. The options are those of `LLM.generate`."""
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
         loop = asyncio.get_running_loop()
@@ -73,8 +75,13 @@ class AsyncLLM:
         def deliver(item: RequestOutput | Exception) -> None:
             _unless_closed(loop, arrivals.put_nowait, item)
 
-        transfer = {"hand_over": hand_over, "ticket": ticket}
-        if not self._order(lambda: self._start(name, prompt, params, deliver, transfer)):
+        options = {
+            "speculate": speculate,
+            "num_speculative_tokens": num_speculative_tokens,
+            "hand_over": hand_over,
+            "ticket": ticket,
+        }
+        if not self._order(lambda: self._start(name, prompt, params, deliver, options)):
             assert self._ended is not None
             raise self._ended
         finished = False
@@ -93,7 +100,7 @@ class AsyncLLM:
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation."""
+        """Answer a conversation. `options` are those of `generate`."""
         prompt: Mapping[str, Any] = {"prompt_token_ids": self._llm.chat_prompt(messages)}
         return self.generate(prompt, sampling_params, **options)
 
@@ -148,14 +155,14 @@ class AsyncLLM:
                 self._llm.engine.abort(name)
 
     def _start(
-        self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery, transfer: Mapping[str, Any]
+        self, name: str, prompt: Prompt, params: SamplingParams, deliver: Delivery, options: Mapping[str, Any]
     ) -> None:
         if self._ended is not None:
             deliver(self._ended)
             return
         try:
             text, ids = self._llm.encode(prompt)
-            self._llm.engine.add_request(name, ids, params, prompt=text, **transfer)
+            self._llm.engine.add_request(name, ids, params, prompt=text, **options)
         except Exception as error:
             # Whatever is wrong with this request, other callers are not affected.
             if not isinstance(error, RequestError):

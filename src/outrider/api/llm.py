@@ -70,20 +70,29 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_step: Callable[[Sequence[RequestOutput]], None] | None = None,
+        speculate: bool = True,
+        num_speculative_tokens: int | None = None,
         hand_over: bool = False,
         ticket: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; results come in the order of the prompts.
 
-        A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and
-        all others are served. With a `kv_transfer_config`, `hand_over` computes only the prompts, and each result has
-        a `ticket`: another engine that is given it (one for each prompt) starts from their KV.
+        A prompt that cannot be served raises if it came alone. In a list it gets a result with `error` set, and all
+        others are served. Without `speculate` nothing is drafted; `num_speculative_tokens` fixes how many tokens are
+        drafted at each step, where the engine would choose. The text is the same either way. With a
+        `kv_transfer_config`, `hand_over` computes only the prompts, and each result has a `ticket`: another engine that
+        is given it (one for each prompt) starts from their KV.
         """
         given, alone = _prompts_of(prompts)
         params = self._params_for(sampling_params, len(given))
         tickets = [ticket] * len(given) if ticket is None or isinstance(ticket, str) else list(ticket)
         if len(tickets) != len(given) or (isinstance(ticket, str) and not alone):
             raise RequestError(f"{len(given)} prompts, but another number of tickets; each prompt has its own ticket")
+        options: dict[str, Any] = {
+            "speculate": speculate,
+            "num_speculative_tokens": num_speculative_tokens,
+            "hand_over": hand_over,
+        }
         names: list[str] = []
         results: dict[str, RequestOutput] = {}
         try:
@@ -91,7 +100,7 @@ class LLM:
                 name = new_request_id()
                 names.append(name)
                 try:
-                    self._add(name, prompt, wanted, hand_over=hand_over, ticket=prompt_ticket)
+                    self._add(name, prompt, wanted, **options, ticket=prompt_ticket)
                     results[name] = self.engine.output(name)
                 except RequestError as error:
                     if alone:
@@ -114,7 +123,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
+        """Answer one conversation, or each of several. `options` are those of `generate`."""
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
             raise RequestError(
                 f"a conversation is a list of messages like {{'role': 'user', 'content': text}}, got "
@@ -138,13 +147,19 @@ class LLM:
     # ---- streams -----------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        num_speculative_tokens: int | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt; yields the growing result after every step that adds to it. Closing the generator early
-        aborts the request."""
+        aborts the request. `speculate` and `num_speculative_tokens` are as for `generate`."""
         name, output, ended = new_request_id(), None, False
         try:
-            self._add(name, prompt, SamplingParams() if sampling_params is None else sampling_params)
+            params = SamplingParams() if sampling_params is None else sampling_params
+            self._add(name, prompt, params, speculate=speculate, num_speculative_tokens=num_speculative_tokens)
             output = self.engine.output(name)
             while not ended:
                 # Another call may have brought it to its end meanwhile.
@@ -157,9 +172,9 @@ class LLM:
 
     # ---- helpers -----------------------------------------------------------------------------------
 
-    def _add(self, name: str, prompt: Prompt, params: SamplingParams, **transfer: Any) -> None:
+    def _add(self, name: str, prompt: Prompt, params: SamplingParams, **options: Any) -> None:
         text, ids = self.encode(prompt)
-        self.engine.add_request(name, ids, params, prompt=text, **transfer)
+        self.engine.add_request(name, ids, params, prompt=text, **options)
 
     def _step(self) -> list[RequestOutput]:
         """Run a step; sleeps first if there is nothing to do before another engine's KV arrives."""

@@ -89,8 +89,6 @@ class Backend(ABC):
     equals speculation off without exceptions."""
     default_dtype: torch.dtype = torch.float32
     """The dtype that a model computes in unless the user chooses one."""
-    draft_confidence: float = 0.0
-    """The default of the smallest joint probability at which drafts are still verified; 0 verifies all drafts."""
 
     # ---- weights -----------------------------------------------------------------------------------
 
@@ -113,6 +111,11 @@ class Backend(ABC):
     def compact(self, matrix: Matrix) -> Matrix:
         """Returns a drafter's 16-bit matrix in 8 bits, if this backend then reads it faster. That may change drafts,
         but never the text, since drafts are verified."""
+        return matrix
+
+    def coarsen(self, matrix: Matrix) -> Matrix:
+        """Returns a drafter's matrix in a form whose products are fast but less exact, if this backend has one. Its
+        rows of x must not have a few elements that are far larger than all others. Never used for a target."""
         return matrix
 
     def keep(self, matrix: Matrix) -> Matrix:

@@ -105,6 +105,8 @@ def _greet(session: ChatSession) -> None:
     engine = session.llm.engine
     config = engine.config.speculative_config
     drafting = "no speculation" if config is None else f"{config.method} drafts up to {engine.k}"
+    if engine.pacer is not None:
+        drafting += ", as many as pay"
     out.print(Text(engine.model.name, style="bold") + Text(f" · {drafting} · {engine.max_model_len:,} tokens"))
     out.print("Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.", style="dim")
 

@@ -16,7 +16,8 @@ NGRAM_LOOK_UP = SPECULATIVE_EXAMPLE
 """Drafting that needs no second model, and costs nothing where it finds nothing to propose."""
 DRAFTS_COME_FROM = (
     "Drafts come from the drafter that is installed for the model, or else from n-gram look-up in the text itself, "
-    "unless --speculative-config names another. The text is the same with any drafter and with --no-speculation."
+    "unless --speculative-config names another. A drafter that is named without a number of drafts drafts as many "
+    "tokens as pay, chosen at each step. The text is the same with any drafter and with --no-speculation."
 )
 
 NoSpeculation = Annotated[bool, engine_option("--no-speculation", help="Decode one token per step, without drafts.")]
@@ -41,8 +42,14 @@ def speculation_of(
         fields[name] = value
     if "method" not in fields:
         raise ConfigError(f"no drafting method is given; choose one with --method: {', '.join(method_names())}")
-    fields.setdefault("num_speculative_tokens", drafting_method(fields["method"]).trained_k)
-    # These commands measure what the drafter can do, not what is fastest on this machine.
+    if fields.get("lookup"):
+        raise ConfigError(
+            "lookup goes with an engine that chooses how much to draft, and not with this; leave lookup out"
+        )
+    # These commands measure what the drafter can do, not what is fastest on this machine: an engine that chooses would
+    # draft by how long its steps take.
+    if fields.get("num_speculative_tokens") is None:
+        fields["num_speculative_tokens"] = drafting_method(fields["method"]).trained_k
     fields.setdefault("draft_vocab_size", 0)
     return SpeculativeConfig(**fields)
 

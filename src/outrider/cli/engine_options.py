@@ -27,6 +27,9 @@ engine_option = panel("Engine")
 checking_option = panel("Checking")
 
 SPECULATIVE_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+WITHOUT_A_NUMBER = (
+    "With neither num_speculative_tokens nor draft_confidence the engine chooses at each step how much to draft."
+)
 _UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DEFAULTS = EngineConfig()
 
@@ -126,7 +129,11 @@ class EngineOptions:
         _DEFAULTS.gpu_memory_utilization
     )
     speculative_config: Annotated[
-        str | None, engine_option(help=f"How to draft, as JSON: '{SPECULATIVE_EXAMPLE}'.", metavar="JSON")
+        str | None,
+        engine_option(
+            help=f"How to draft, as JSON: '{SPECULATIVE_EXAMPLE}'. {WITHOUT_A_NUMBER}",
+            metavar="JSON",
+        ),
     ] = None
     sanitizer: Annotated[
         str, checking_option(help=f"What to do when a read or write of KV is wrong: {', '.join(SANITIZER_MODES)}.")

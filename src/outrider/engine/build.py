@@ -142,10 +142,12 @@ def build_engine(
                 sizes=() if drafter.lookup is not None else _sizes(drafter.footprint, k),
                 lookup=0 if lookup is None else min(MOST_LOOKED_UP, limit - 1),
             )
-    if drafter is not None and drafter.footprint.query_len(1) > config.max_num_batched_tokens - 2:
+    # Where no sizes are declared, fewer drafts take fewer rows, down to none.
+    smallest = next(iter(drafter.footprint.block_sizes), 0) if drafter is not None else 0
+    if drafter is not None and 0 < smallest > config.max_num_batched_tokens - 2:
         raise ConfigError(
             f"a step of max_num_batched_tokens ({config.max_num_batched_tokens}) rows has no room for "
-            f"{drafter.footprint.name}: its blocks have {drafter.footprint.query_len(1)} rows, and a draft takes two "
+            f"{drafter.footprint.name}: its blocks have {smallest} rows, and a draft takes two "
             "to verify; raise max_num_batched_tokens"
         )
     layout = KVLayout(target=groups.specs, footprint=NO_DRAFTER if drafter is None else drafter.footprint)

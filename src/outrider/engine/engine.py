@@ -188,10 +188,9 @@ class Engine:
 
         Without `speculate` it decodes plainly: a drafter with KV is fed, but proposes nothing. With
         `num_speculative_tokens` so many drafts are proposed and verified at each of its steps, where the engine would
-        choose. With `hand_over` it ends
-        with its first token, and its KV is held for a decode worker, which the output's `ticket` leads to it. With such
-        a `ticket` it starts from the KV that a prefill worker holds. With `compute_prompt` even a decode worker under
-        the policy `fail` computes a prompt without one.
+        choose. With `hand_over` it ends with its first token, and its KV is held for a decode worker, which the
+        output's `ticket` leads to it. With such a `ticket` it starts from the KV that a prefill worker holds. With
+        `compute_prompt` even a decode worker under the policy `fail` computes a prompt without one.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
@@ -217,7 +216,7 @@ class Engine:
                     "computes no prompts (kv_load_failure_policy fail); leave prompt_logprobs out, or send the request "
                     "to a worker that computes prompts"
                 )
-        fixed_k = self._fixed_k(request_id, num_speculative_tokens)
+        fixed_k = self._fixed_k(request_id, num_speculative_tokens, speculate=speculate, hand_over=hand_over)
         matcher = None if params.grammar is None else self._matcher(request_id, params, params.grammar)
         self._abort_pending()
         if request_id in self._live.requests:
@@ -257,7 +256,7 @@ class Engine:
             sequence_ids=tuple(continuation.sequence_id for continuation in continuations),
             prompt=tokens,
             max_tokens=max(1, room if params.max_tokens is None else params.max_tokens),
-            k=0 if not speculate else self.k if fixed_k is None else fixed_k,
+            k=self.k if fixed_k is None else fixed_k,
             fixed_k=fixed_k is not None,
             priority=priority,
             stop_tokens=frozenset(
@@ -289,10 +288,10 @@ class Engine:
             self._live.requests.pop(request_id, None)
             raise
 
-    def _fixed_k(self, request_id: str, wanted: int | None) -> int | None:
-        """Returns the number of drafts that a request asks for, or refuses it."""
+    def _fixed_k(self, request_id: str, wanted: int | None, *, speculate: bool, hand_over: bool) -> int | None:
+        """Returns the number of drafts that a request asks for, or refuses it; None leaves it to the engine."""
         if wanted is None:
-            return None
+            return None if speculate else 0
         whole_number(
             wanted,
             f"request {request_id!r}: num_speculative_tokens",
@@ -300,6 +299,14 @@ class Engine:
             advice="0 turns drafting off",
             error=RequestError,
         )
+        if wanted and not speculate:
+            raise RequestError(
+                f"request {request_id!r}: num_speculative_tokens is {wanted}, but speculate is false, which turns "
+                "drafting off; leave one of them out"
+            )
+        if hand_over:
+            # The decode worker verifies; whether it can verify so many is its own matter.
+            return min(wanted, self.k)
         if wanted and not self.k:
             raise RequestError(
                 f"request {request_id!r}: num_speculative_tokens is {wanted}, but this engine has no drafter; leave it "
@@ -360,6 +367,13 @@ class Engine:
         """Empty the prefix cache; requests that run keep what they hold."""
         self.scheduler.kv.reset_cache()
         self.runner.drafting.forget_finished()
+
+    def clear_counts(self) -> None:
+        """Counts from zero: the requests so far were not a user's."""
+        self.scheduler.clear_counts()
+        self.speculation.clear()
+        if self.transfers is not None:
+            self.transfers.recomputed_prompts = 0
 
     # ---- one step ----------------------------------------------------------------------------------
 

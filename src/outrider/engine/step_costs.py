@@ -32,7 +32,7 @@ logger = logging.getLogger("outrider.engine")
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_ROWS = 128
 """Most rows of a measured step, of the target or of a drafter's pass."""
-REPETITIONS = 3
+REPETITIONS = 4
 """Number of steps of each kind. The first one may compile kernels, so it does not count."""
 PROMPT_TOKENS = 4
 LONG_PROMPT_TOKENS = 1024
@@ -40,6 +40,7 @@ LONG_CONTEXT = 512
 """Positions per request from which on a context is long."""
 WEIGHT = 25.0
 """Number of observations that a measured cost counts for."""
+CURVES = ("target", "draft", "feed", "host", "drafting_host")
 MEASURING = "measuring the cost of steps (once for this machine and model)"
 
 
@@ -63,6 +64,7 @@ def know_costs(engine: Engine, progress: Progress | None = None) -> None:
             return
         record = fitted(samples)
         _write(path, record)
+    pacer.reset()
     pacer.costs.restore(record, weight=WEIGHT)
 
 
@@ -77,9 +79,10 @@ def _measure(engine: Engine, pacer: Pacer, progress: Progress | None) -> Iterato
         for number, count in enumerate(batches):
             if progress is not None:
                 progress(MEASURING, number, len(batches))
-            if not _enlarge(engine, count, limit):
+            if not _start(engine, count, limit):
                 break
             yield from _steps_of_batch(engine, pacer, count)
+            _drop_all(engine)
         _drop_all(engine)
         yield from _long_context(engine, pacer, limit)
     finally:
@@ -87,29 +90,31 @@ def _measure(engine: Engine, pacer: Pacer, progress: Progress | None) -> Iterato
         pacer.forced = None
         pacer.reset()
         engine.reset_prefix_cache()
-        engine.speculation.clear()
-        if engine.transfers is not None:
-            engine.transfers.recomputed_prompts = 0
+        engine.clear_counts()
     if progress is not None:
         progress(MEASURING, len(batches), len(batches))
 
 
-def _enlarge(engine: Engine, count: int, limit: int) -> bool:
-    """Adds requests until there are `count`; False if there is no room for them."""
+def _start(engine: Engine, count: int, limit: int) -> bool:
+    """Adds so many requests and computes their prompts; False if there is no room for them."""
     pacer = engine.pacer
     assert pacer is not None
     pacer.forced = (0, 0)
-    running = len(engine.scheduler.requests)
-    for number in range(running, count):
+    for number in range(count):
         prompt = [(1 + 7 * number + place) % engine.model.spec.vocab_size for place in range(PROMPT_TOKENS)]
         params = SamplingParams(temperature=0, max_tokens=limit - PROMPT_TOKENS, ignore_eos=True)
         try:
             engine.add_request(f"cost-{number}", prompt, params, compute_prompt=True)
         except OutriderError:
             return False
-    while any(request.kv.committed < PROMPT_TOKENS for request in engine.scheduler.requests.values()):
+    requests, done = engine.scheduler.requests, 0
+    while done < count * PROMPT_TOKENS:
         engine.step()
-    return engine.scheduler.num_running == count
+        before, done = done, sum(min(PROMPT_TOKENS, request.kv.committed) for request in requests.values())
+        if done <= before:
+            # Those that run leave no room for the others, and may do so until they end.
+            return False
+    return True
 
 
 def _steps_of_batch(engine: Engine, pacer: Pacer, count: int) -> Iterator[Sample]:
@@ -183,20 +188,29 @@ def fitted(samples: Sequence[Sample]) -> CostRecord:
             fed_s = feed.get((0, each.work.shape.requests), 0.0)
             seconds = max(1e-6, (each.work.draft_s - fed_s) / len(each.work.shape.passes))
             passes[number] = min(passes.get(number, seconds), seconds)
-    host: dict[int, list[float]] = defaultdict(list)
+    host: dict[bool, dict[int, list[float]]] = {False: defaultdict(list), True: defaultdict(list)}
     for each in short:
-        host[each.work.shape.requests].append(each.host_s)
+        shape = each.work.shape
+        host[shape.rows > shape.requests or bool(shape.passes)][shape.requests].append(each.host_s)
     curves = {
         "target": {rows: min(values) for rows, values in by_rows.items()},
         "feed": {fed: seconds for (_none, fed), seconds in feed.items()},
         "draft": passes,
-        "host": {requests: median(values) for requests, values in host.items()},
+        "host": {requests: median(values) for requests, values in host[False].items()},
+        "drafting_host": {requests: median(values) for requests, values in host[True].items()},
     }
-    known = {
-        name: [(count, values[count]) for count in sorted(values) if count in KNOTS and values[count] > 0.0]
-        for name, values in curves.items()
-    }
-    return CostRecord(known, per_request_s, per_key_s)
+    return CostRecord({name: _rising(values) for name, values in curves.items()}, per_request_s, per_key_s)
+
+
+def _rising(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Returns the values at knots. None takes longer than a larger one: then it was held up."""
+    found: list[tuple[int, float]] = []
+    least = float("inf")
+    for count in sorted(values, reverse=True):
+        if count in KNOTS and values[count] > 0.0:
+            least = min(least, values[count])
+            found.append((count, least))
+    return found[::-1]
 
 
 def _is_long(sample: Sample) -> bool:
@@ -261,42 +275,41 @@ def _path(engine: Engine) -> Path:
 
 def _processor() -> str:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        for fact in Path("/proc/cpuinfo").read_text().splitlines():
+            if fact.startswith("model name"):
+                return fact.partition(":")[2].strip()
     return platform.processor()
 
 
 def _read(path: Path) -> CostRecord | None:
     try:
         found = json.loads(path.read_text())
-        curves = {
-            name: [(int(knot), float(seconds)) for knot, seconds in found["curves"][name]]
-            for name in ("target", "draft", "feed", "host")
-        }
+        curves = {name: [(int(knot), float(seconds)) for knot, seconds in found["curves"][name]] for name in CURVES}
         record = CostRecord(curves, float(found["per_request_s"]), float(found["per_key_s"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         logger.warning("%s cannot be read and is measured again: %s: %s", path, type(error).__name__, error)
         return None
     sound = all(knot in KNOTS and 0 < seconds < 1e3 for values in curves.values() for knot, seconds in values)
-    return record if sound and 0 <= record.per_request_s < 1 and 0 <= record.per_key_s < 1 else None
+    if sound and curves["target"] and 0 <= record.per_request_s < 1 and 0 <= record.per_key_s < 1:
+        return record
+    logger.warning("%s says what no step can cost, so it is measured again", path)
+    return None
 
 
 def _write(path: Path, record: CostRecord) -> None:
     """Keeps a measurement for the next start; without a place to write to, the next start measures again."""
+    found = {"curves": record.curves, "per_request_s": record.per_request_s, "per_key_s": record.per_key_s}
+    unfinished = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(
-                {
-                    "curves": record.curves,
-                    "per_request_s": record.per_request_s,
-                    "per_key_s": record.per_key_s,
-                },
-                file,
-            )
-        os.replace(file.name, path)
+            unfinished = file.name
+            json.dump(found, file)
+        os.replace(unfinished, path)
     except OSError as error:
         logger.info("the cost of steps is not kept: %s", error)
+        if unfinished is not None:
+            with suppress(OSError):
+                os.unlink(unfinished)

@@ -159,7 +159,8 @@ class KVFootprint:
                 f"{self.name}: scratch is written without the target's taps, so it cannot be kept; "
                 "declare keeps_accepted=False"
             )
-        for k in (1, 2):
+        # Blocks of a size that is declared reserve all of their rows; longer ones go by scratch_extra again.
+        for k in (1, 2, *self.block_sizes):
             if self.scratch_ahead(k) < self.slots_written(k):
                 raise FootprintError(
                     f"{self.name}: proposing {k} writes {self.slots_written(k)} slot(s) at and past v but "
@@ -193,9 +194,13 @@ class KVFootprint:
             raise FootprintError(f"{self.name}: k must be a whole number of at least 0, got {k!r}; 0 proposes nothing")
         return k > 0 and bool(self.groups)
 
+    def _trained_rows(self, k: int) -> int:
+        """Number of rows in the smallest block that it was trained with and that holds k drafts; 0 if none does."""
+        return next((rows for rows in self.block_sizes if rows > k), 0)
+
     def _block_rows(self, k: int) -> int:
         """Number of rows in a block that proposes k."""
-        return next((rows for rows in self.block_sizes if rows > k), k + 1)
+        return self._trained_rows(k) or k + 1
 
     def passes(self, k: int) -> int:
         """Number of the drafter's forward passes that propose k tokens."""
@@ -217,7 +222,7 @@ class KVFootprint:
         """Number of slots at and past v that must be reserved to propose k."""
         if not self._writes_scratch(k):
             return 0
-        return max(k + self.scratch_extra, self._block_rows(k) if self.proposing is Proposing.BLOCK else 0)
+        return max(k + self.scratch_extra, self._trained_rows(k))
 
     def slots_written(self, k: int) -> int:
         """Number of slots at and past v that proposing k writes, the durable lead included."""

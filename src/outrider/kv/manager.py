@@ -109,6 +109,10 @@ class KVManager:
         self.sequences[id] = sequence
         return sequence
 
+    def clear_counts(self) -> None:
+        """Counts hits and lost draft groups from zero."""
+        self.dropped_drafts = self.hit_tokens = self.queried_tokens = 0
+
     def draft_fits(self, total_tokens: int, k: int) -> bool:
         """Whether a sequence of this length, running alone, could hold its draft groups beside its target groups."""
         return total_tokens <= self._sizing.longest(k, draft=True)

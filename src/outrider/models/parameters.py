@@ -136,9 +136,14 @@ def written_out(parameters: DecoderParameters, dtype: torch.dtype | None = None)
     return mapped(parameters, matrix)
 
 
-def mapped(parameters: DecoderParameters, change: Callable[[Matrix], Matrix]) -> DecoderParameters:
+def mapped(
+    parameters: DecoderParameters,
+    change: Callable[[Matrix], Matrix],
+    *,
+    change_embedding: Callable[[Matrix], Matrix] | None = None,
+) -> DecoderParameters:
     """Returns the parameters with every matrix changed except those of experts. A matrix that is used twice is changed
-    once."""
+    once. `change_embedding`: the change for the embedding, where that is another one."""
     done: dict[int, Matrix] = {}
 
     def once(value: Matrix) -> Matrix:
@@ -152,7 +157,7 @@ def mapped(parameters: DecoderParameters, change: Callable[[Matrix], Matrix]) ->
         return replace(value, router=value.router.mapped(once))
 
     return DecoderParameters(
-        embedding=once(parameters.embedding),
+        embedding=(change_embedding or once)(parameters.embedding),
         layers=tuple(
             replace(layer, qkv=layer.qkv.mapped(once), out=layer.out.mapped(once), mlp=mlp(layer.mlp))
             for layer in parameters.layers

@@ -7,17 +7,18 @@ import posixpath
 import re
 import secrets
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider import __version__
-from outrider.proxy.client import Answer, Call, Headers
+from outrider.proxy.client import Call, Headers
 from outrider.proxy.config import ProxyConfig
-from outrider.proxy.forwarding import Forwarding
+from outrider.proxy.forwarding import Forwarding, Opened
 from outrider.proxy.metrics import ProxyMetrics
-from outrider.proxy.workers import Role, State, Workers
+from outrider.proxy.workers import Role, State, Worker, Workers
 from outrider.server.front.problems import Problem, server_ends, unavailable
 from outrider.server.http import errors
 from outrider.server.http.answers import json_answer, problem_answer
@@ -178,7 +179,7 @@ async def _forward(proxy: Proxy, request: Request) -> Response:
     opened = await unless_disconnected(request, proxy.forwarding.open(path, call))
     if opened is None:
         return Response(status_code=DISCONNECTED_STATUS)
-    headers = _returned(opened.answer, name)
+    headers = _returned(opened, name)
     if opened.events is None:
         answer = Response(opened.body, status_code=opened.answer.status)
         answer.raw_headers += headers
@@ -205,11 +206,29 @@ def _passed_on(request: Request, name: bytes) -> Headers:
     return [*passed, (REQUEST_ID, name)]
 
 
-def _returned(answer: Answer, name: bytes) -> list[tuple[bytes, bytes]]:
+def _returned(opened: Opened, name: bytes) -> list[tuple[bytes, bytes]]:
+    answer = opened.answer
     # An event stream writes those headers itself that say what it is.
     of_stream = (b"content-type", b"cache-control", b"x-accel-buffering") if answer.is_stream else ()
-    kept = [(key, value) for key, value in answer.headers if key not in KEPT_BACK and key not in of_stream]
+    kept = [
+        (key, _reachable(value, opened.worker) if key == b"location" else value)
+        for key, value in answer.headers
+        if key not in KEPT_BACK and key not in of_stream
+    ]
     return kept if any(key == REQUEST_ID for key, _value in kept) else [*kept, (REQUEST_ID, name)]
+
+
+def _reachable(location: bytes, worker: Worker) -> bytes:
+    """Returns where an answer sends the client. A worker that names itself means the proxy: clients must not learn its
+    address, nor go past the proxy."""
+    try:
+        parts = urlsplit(location)
+    except ValueError:
+        return location
+    if parts.netloc.lower() != urlsplit(worker.url).netloc.lower().encode():
+        return location
+    # Slashes at the beginning would be read as another host.
+    return urlunsplit((b"", b"", b"/" + parts.path.lstrip(b"/"), parts.query, parts.fragment))
 
 
 def _num_ready(workers: Workers, role: Role) -> int:

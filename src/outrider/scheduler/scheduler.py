@@ -82,6 +82,11 @@ class Scheduler:
         """Whether nothing can be planned before a peer answers or a load ends."""
         return self.has_work and not self.num_running and not self.num_waiting
 
+    def clear_counts(self) -> None:
+        """Counts preemptions, stalls and hits from zero."""
+        self.roster.num_preemptions = self.planner.num_stalls = 0
+        self.kv.clear_counts()
+
     @contextmanager
     def _move(self) -> Iterator[None]:
         """Change requests and pages. An interruption leaves `_moving` set, so that the next call starts over."""
@@ -339,6 +344,7 @@ class Scheduler:
                     commit_kv(request, row, row.start + row.num_rows)
                 continue
             known, finish, spec = request.tokens, None, request.spec
+            accepted = len(tokens) - 1
             if spec.hand_over and row.epoch != request.epoch:
                 continue  # preempted meanwhile: its KV, which is all that is wanted of it, is computed again
             if spec.stop_tokens or spec.hand_over or len(known) + len(tokens) >= request.max_total:
@@ -351,7 +357,7 @@ class Scheduler:
             if row.epoch == request.epoch:
                 request.drafts = request.proposed = proposed
                 if request.pace is not None:
-                    self._note_drafts(request, row, accepted=len(tokens) - 1, verdict=verdict)
+                    self._note_drafts(request, row, accepted=accepted, verdict=verdict)
                 if forks:
                     commit_kv(request, row, len(known) - 1, keep_window=True)
                 else:

@@ -1,7 +1,8 @@
 """Messages between the front end and the engine process: typed, as MessagePack, one message per ZMQ frame.
 
-    front end ──Submit, Abort, ResetCache, LookAtPages, LookAtTransfers, Ping, Stop──▶ engine process
-    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Transfers, Pong──
+    front end ──Submit, Abort, ResetCache, LookAtPages, LookAtTransfers, LookAtSpeculation, Ping, Stop──▶ engine process
+    front end ◀──Loading, Ready | Broken, Accepted, Refused, StepReport, CacheWasReset, Pages, Transfers,
+                  Speculation, Pong──
 
 Nothing is ever unpickled: the decoder refuses a frame that is none of these messages.
 """
@@ -14,6 +15,7 @@ from outrider.config import EngineConfig
 from outrider.engine.speculation import SpeculationCounts
 from outrider.models.tokenizer import Tokenizer, tokenizer_from_json
 from outrider.sampling import SamplingParams
+from outrider.scheduler.pacing.figures import Choice, PacingCounts
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -45,6 +47,8 @@ class Submit(Message, frozen=True, kw_only=True):
     salt: str = ""
     priority: int = 0
     speculate: bool = True
+    num_speculative_tokens: int | None = None
+    """How many drafts to propose and verify at each step; None leaves it to the engine."""
     stream: bool = True
     """False for one delta, at the end."""
     hand_over: bool = False
@@ -71,6 +75,10 @@ class LookAtTransfers(Message, frozen=True, kw_only=True):
     call: int
 
 
+class LookAtSpeculation(Message, frozen=True, kw_only=True):
+    call: int
+
+
 class Ping(Message, frozen=True, kw_only=True):
     pass
 
@@ -79,7 +87,7 @@ class Stop(Message, frozen=True, kw_only=True):
     pass
 
 
-ToEngine = Submit | Abort | ResetCache | LookAtPages | LookAtTransfers | Ping | Stop
+ToEngine = Submit | Abort | ResetCache | LookAtPages | LookAtTransfers | LookAtSpeculation | Ping | Stop
 
 
 # ---- to the front end ------------------------------------------------------------------------------
@@ -158,6 +166,8 @@ class Facts(Record, frozen=True, kw_only=True):
     """The settings that the model's makers recommend."""
     drafter: str | None
     drafts_max: int
+    chooses_drafts: bool = False
+    """Whether the engine chooses at each step how much is drafted."""
     kv_tokens: int
     supports_grammars: bool
     sanitizer: str
@@ -261,6 +271,22 @@ class Counters(Record, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     accepted_at: list[int] = []
     dropped_drafts: int = 0
+    choice: Choice | None = None
+    """What the engine chooses to draft now; None where it does not choose."""
+    drafting_steps: int = 0
+    plain_steps: int = 0
+    probes: int = 0
+    pauses: int = 0
+    offered_by_source: list[int] = []
+    """Drafts that were proposed, by Source; empty where the engine does not choose."""
+    verified_by_source: list[int] = []
+    accepted_by_source: list[int] = []
+    lookups: int = 0
+    own_lookup_hits: int = 0
+    shared_lookup_hits: int = 0
+    lookup_tokens: int = 0
+    """Number of tokens of finished texts that are kept for look-up."""
+    lookup_memory_bytes: int = 0
     violations: int = 0
     """Number of broken invariants that the sanitizer has seen."""
     handed_over: int = 0
@@ -331,6 +357,31 @@ class Transfers(Message, frozen=True, kw_only=True):
     """Totals of this engine process by name, and what is held now."""
 
 
+class LookupFigures(Record, frozen=True, kw_only=True):
+    """What was looked up since the engine started, and what is kept for it."""
+
+    lookups: int
+    own_hits: int
+    shared_hits: int
+    shared_tokens: int
+    memory_bytes: int
+
+
+class Speculation(Message, frozen=True, kw_only=True):
+    """How much the engine speculates and why."""
+
+    call: int
+    drafter: str | None
+    drafts_max: int
+    choice: Choice | None
+    """None where the engine does not choose, as in all of the following."""
+    costs: dict[str, list[tuple[int, float]]] | None
+    """Seconds that parts of a step take, by number of rows, positions or requests."""
+    counts: PacingCounts | None
+    lookup: LookupFigures | None
+    """None where nothing is looked up."""
+
+
 class Pong(Message, frozen=True, kw_only=True):
     """The answer to Ping, sent between two steps."""
 
@@ -339,7 +390,9 @@ class Pong(Message, frozen=True, kw_only=True):
     has_work: bool
 
 
-ToFront = Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Transfers | Pong
+ToFront = (
+    Loading | Broken | Ready | Accepted | Refused | StepReport | CacheWasReset | Pages | Transfers | Speculation | Pong
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

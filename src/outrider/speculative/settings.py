@@ -38,8 +38,16 @@ class DrafterSettings:
         """The fingerprint of a drafter with these weights. Its KV also depends on the layers it reads and on how its
         weights are stored."""
         taps = "" if self.taps is None else f"/taps {','.join(map(str, self.taps))}"
-        return f"{weights}{taps}{'/8 bits' if self.packed else ''}"
+        return f"{weights}{taps}{'/coarse' if self.packed else ''}"
 
     def packer(self) -> Callable[[Matrix], Matrix]:
-        """Returns the function that a drafter applies to each of its matrices when it is loaded."""
+        """Returns the function that a drafter applies, when it is loaded, to its embedding and to matrices that
+        multiply taps, a few elements of which may be far larger than all others."""
         return self.backend.compact if self.packed else lambda matrix: matrix
+
+    def coarsener(self) -> Callable[[Matrix], Matrix]:
+        """Returns the function that a drafter applies to all its other matrices."""
+        if not self.packed:
+            return lambda matrix: matrix
+        coarsen = self.backend.coarsen
+        return lambda matrix: coarsen(matrix) if matrix.dtype.itemsize == 2 else matrix

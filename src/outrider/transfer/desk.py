@@ -86,7 +86,7 @@ class Desk:
         )
 
     def _confirm(self, message: Confirm) -> Confirmed:
-        lease, reader = message.lease, message.reader
+        lease, reader, question = message.lease, message.reader, message.question
         offer = self.leases.held(lease, reader)
         digests: list[bytes] = []
         if offer is not None and message.digests_of and self._digest_slots is not None:
@@ -97,8 +97,9 @@ class Desk:
                 interval = Interval(start, end)
                 slots_left -= interval.size
                 if held is None or not 0 <= start < end or not held.interval.covers(interval) or slots_left < 0:
-                    return Confirmed(lease=lease, held=False)
+                    return Confirmed(lease=lease, question=question, held=False)
                 digests.append(self._digest_slots(group, held, interval))
             # The pages may have been given back while they were read.
             offer = self.leases.held(lease, reader)
-        return Confirmed(lease=lease, held=offer is not None, digests=digests if offer is not None else [])
+        held_on = offer is not None
+        return Confirmed(lease=lease, question=question, held=held_on, digests=digests if held_on else [])

@@ -17,6 +17,7 @@ of a read that was given up stay in quarantine until the link says that the read
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from outrider.errors import TransferError
@@ -78,6 +79,7 @@ class TransferDriver:
         self._fetched: list[Fetched] = []
         self._settled: list[Settled] = []
         self._renew_at_s = 0.0
+        self._questions = itertools.count(1)
 
     def hand_over(self, sequence: str, *, binding: bytes, first: FirstToken) -> str | None:
         """Promise a held sequence's KV to a decode worker: see `Lender.hand_over`."""
@@ -265,15 +267,19 @@ class TransferDriver:
             self._settle(hand_off, held=False)
             return
         self._enter(hand_off, Phase.CONFIRMING, self.limits.answer_s)
+        hand_off.question = next(self._questions)
         self._send_confirm(hand_off)
 
     def _send_confirm(self, hand_off: HandOff) -> None:
         compares = self.checks is not None and self.checks.compares_bytes
         digests_of = hand_off.landed_slots if compares else []
-        self._link.send(hand_off.peer, Confirm(lease=hand_off.ticket.lease, reader=self.engine, digests_of=digests_of))
+        lease, question = hand_off.ticket.lease, hand_off.question
+        self._link.send(
+            hand_off.peer, Confirm(lease=lease, reader=self.engine, question=question, digests_of=digests_of)
+        )
 
     def _confirmed(self, hand_off: HandOff, message: Confirmed) -> None:
-        if hand_off.phase is not Phase.CONFIRMING:
+        if hand_off.phase is not Phase.CONFIRMING or message.question != hand_off.question:
             return
         if not message.held:
             hand_off.reason = "the prefill worker's lease ended before everything had been read"

@@ -51,6 +51,8 @@ class HandOff:
     """When the phase began."""
     deadline_s: float = 0.0
     asked_again: bool = False
+    question: int = 0
+    """Number under which P is asked whether the lease held; new once all reads have ended."""
     offer: Offer | None = None
     pulls: dict[Load, tuple[SlotRun, ...]] = field(default_factory=dict)
     """Loads that a peer sends, with the slots to copy."""

@@ -17,7 +17,7 @@ import msgspec
 
 from outrider.errors import TransferError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever these messages, a ticket or the order of bytes in a page change their meaning."""
 MESSAGE_BYTES_MAX = 4 << 20
 LEASE_BYTES = 16
@@ -109,12 +109,16 @@ class Renew(Message, frozen=True, kw_only=True):
 class Confirm(Message, frozen=True, kw_only=True):
     lease: bytes
     reader: str
+    question: int
+    """The reader's number of a hand-off, which the answer repeats: a late answer to an earlier hand-off under the same
+    lease says nothing about what was read since."""
     digests_of: list[tuple[int, int, int]] = []
     """(P's group number, start, end) of slots whose digest is asked for; empty without byte checks."""
 
 
 class Confirmed(Message, frozen=True, kw_only=True):
     lease: bytes
+    question: int
     held: bool
     """Whether the pages were in place from the offer until now."""
     digests: list[bytes] = []

@@ -39,9 +39,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
         if self.version != PROTOCOL:
             return "the ticket is of another version of the protocol"
         if self.binding != binding:
-            return "the ticket is for another prompt, or for another tenant's"
+            return (
+                "the ticket is for another prompt, or for another tenant's (workers of different models make different "
+                "prompts of one text)"
+            )
         if now_s >= self.expires_s:
-            return "the ticket has expired"
+            return f"the ticket has expired, {now_s - self.expires_s:,.0f} s ago by this machine's clock"
         return ""
 
 

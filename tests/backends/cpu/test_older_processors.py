@@ -34,10 +34,10 @@ def run_as_on(processor: dict[str, str], files: list[str], *, check: str) -> Non
 
 @pytest.mark.skipif(LANES == 8, reason="all other tests run with 8 lanes here")
 def test_kernels_are_right_with_eight_lanes() -> None:
-    files = ["test_argmax.py", "test_packed.py", "test_program.py"]
+    files = ["test_argmax.py", "test_coarse.py", "test_packed.py", "test_program.py"]
     run_as_on(OLDER, files, check="LANES == 8 and not PAIRS_ADDED")
 
 
 @pytest.mark.skipif(not PAIRS_ADDED or LANES == 8, reason="all other tests run without VNNI here")
 def test_packed_products_are_the_same_without_vnni() -> None:
-    run_as_on(FIRST_WIDE, ["test_packed.py"], check="LANES == 16 and not PAIRS_ADDED")
+    run_as_on(FIRST_WIDE, ["test_coarse.py", "test_packed.py"], check="LANES == 16 and not PAIRS_ADDED")

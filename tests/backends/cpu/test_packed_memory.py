@@ -7,14 +7,17 @@ from typing import ClassVar
 import pytest
 import torch
 from tests.backends.cases import random
-from tests.backends.cpu.test_packed import packed_matrix, product
+from tests.backends.cpu.test_coarse import product as product_with_coarse
+from tests.backends.cpu.test_packed import packed_matrix
+from tests.backends.cpu.test_packed import product as product_with_blocks
+from torch import Tensor
 from torch.nn.functional import silu
 
 from outrider.backends.cpu import backend as cpu_backend
 from outrider.backends.cpu.backend import CPUBackend
 from outrider.backends.cpu.kernels import linear
-from outrider.backends.cpu.packed import Packing
-from outrider.models.parameters import Linear
+from outrider.backends.cpu.packed import PackedMatrix, Packing
+from outrider.models.parameters import Linear, Matrix
 from outrider.models.spec import Activation
 
 GUARD, GUARD_BYTES = 0xA5, 64 << 10
@@ -41,6 +44,11 @@ class GuardedBuffer:
         assert (self.tensor[-GUARD_BYTES:] == GUARD).all(), "written behind a buffer"
 
 
+def product(x: Tensor, weight: Matrix) -> Tensor:
+    assert isinstance(weight, PackedMatrix)
+    return product_with_coarse(x, weight) if weight.packing is Packing.COARSE else product_with_blocks(x, weight)
+
+
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> type[GuardedBuffer]:
     monkeypatch.setattr(GuardedBuffer, "all", [])
@@ -63,7 +71,7 @@ def test_blocks_of_rows_and_strips_fit_their_scratch(packing: Packing, n: int, g
         place = room[1:-1, : 2 * n]
         place.zero_()
         # The result is written to where the residual lies.
-        assert torch.equal(backend.project_add(x, stored, place), product(x, stored.weight) + bias)  # type: ignore[arg-type]
+        assert torch.equal(backend.project_add(x, stored, place), product(x, stored.weight) + bias)
         place.fill_(-7.0)
         assert (room == -7.0).all(), "written outside of the rows"
         gates, ups = backend.project(x, stored, norm=norm, eps=1e-5).chunk(2, dim=1)
@@ -77,7 +85,7 @@ def test_blocks_of_rows_and_strips_fit_their_scratch(packing: Packing, n: int, g
 def test_rows_may_lie_apart(packing: Packing, guarded: type[GuardedBuffer]) -> None:
     backend, weights = CPUBackend(threads=2), Linear(weight=packed_matrix(packing, 37, 96))
     x = random(2, 40, 3, 96)
-    expected = product(x[:, 1].contiguous(), weights.weight)  # type: ignore[arg-type]
+    expected = product(x[:, 1].contiguous(), weights.weight)
     assert torch.equal(backend.project(x[:, 1], weights), expected)
     assert torch.equal(backend.project(x[3, 1].expand(9, 96), weights), expected[3].expand(9, 37))
     assert torch.equal(backend.project(x[:, 1].T.contiguous().T, weights), expected)

@@ -22,4 +22,4 @@ def test_longer_agreement_is_better(shared: bool) -> None:
 def test_a_match_gives_one_probability_for_each_draft() -> None:
     match = Match([5, 6, 7], 9, True)
     assert match.probabilities() == [draft_probability(9 + place, 0, True) for place in range(3)]
-    assert Match([5], 3, False).probabilities() == [0.75]
+    assert Match([5], 3, False).probabilities() == [0.6]

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tests.requirements import require
+from tests.requirements import missing, require
 from tests.transfer.faults.process_rows import LEASE_S, LIMITS
 from tests.transfer.faults.processes import WorkerProcess
 from tests.transfer.faults.world import MAIN
@@ -42,11 +42,11 @@ def command(*words: str) -> None:
 def namespace() -> Iterator[str]:
     name = f"outrider-{secrets.token_hex(4)}"
     if shutil.which("ip") is None:
-        pytest.skip("the program ip (Debian: iproute2) is not installed")
+        missing("iproute2", "iproute2 is not installed")
     try:
         command("netns", "add", name)
     except subprocess.CalledProcessError as problem:
-        pytest.skip(f"no network namespace can be made here: {problem.stderr.decode().strip()}")
+        missing("netns", f"netns: no network namespace can be made here: {problem.stderr.decode().strip()}")
     try:
         yield name
     finally:

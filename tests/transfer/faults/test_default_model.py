@@ -17,6 +17,7 @@ from tests.transfer.faults.worker import default_worker  # noqa: E402
 from tests.transfer.workers import ask, assert_nothing_left  # noqa: E402
 
 from outrider.config import DEFAULT_MODEL  # noqa: E402
+from outrider.engine.engine import Engine  # noqa: E402
 from outrider.sampling import SamplingParams  # noqa: E402
 
 PROMPTS = 40 if os.environ.get("OUTRIDER_ALL_COMBINATIONS") else 4
@@ -33,6 +34,14 @@ def prompts() -> list[str]:
     return [json.loads(line)["turns"][0] for line in lines[:PROMPTS]]
 
 
+def conversation(engine: Engine, text: str) -> list[int]:
+    """The prompt that asks this: without the template's words many texts would end with their first token."""
+    template = engine.model.chat_template
+    assert template is not None
+    rendered = template.render([{"role": "user", "content": text}])
+    return engine.model.tokenizer.encode(rendered, add_special_tokens=False)[:400]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_two_processes_give_one_workers_text_and_acceptance(method: str, tmp_path: Path) -> None:
@@ -42,7 +51,7 @@ def test_two_processes_give_one_workers_text_and_acceptance(method: str, tmp_pat
         decode = default_worker(method, "kv_consumer", transfer=nixl)
         single = default_worker(method, None, transfer={})
         for number, text in enumerate(prompts()):
-            ids = single.model.tokenizer.encode(text)[:400]
+            ids = conversation(single, text)
             alone = ask(single, f"r{number}", ids, PARAMS)
             handed = prefill.run(f"r{number}", ids, PARAMS, hand_over=True)
             if number % 4 == 3:

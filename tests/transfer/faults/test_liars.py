@@ -12,7 +12,7 @@ from tests.transfer.faults.rows import reach
 from tests.transfer.faults.world import Shape, Site, World, turned_clock
 
 from outrider.sampling import SamplingParams
-from outrider.transfer.links.memory import ArenaMemory, GroupMemory, MemoryMap
+from outrider.transfer.links.memory import MemoryMap
 from outrider.transfer.messages import Confirmed, Message, Offered, Refused, ScoredToken, Welcome
 
 HUGE = (1 << 63) - 1
@@ -191,17 +191,9 @@ def test_a_peer_that_refuses_everything_later_disturbs_nothing(world: World) -> 
         Refused(reason="all of it"),
         Refused(lease=bytes(16), reason="nothing"),
         Refused(lease=b"", reason="x" * 100_000),
-        Confirmed(lease=bytes(16), held=True),
-        Confirmed(lease=b"short", held=True),
+        Confirmed(lease=bytes(16), question=1, held=True),
+        Confirmed(lease=b"short", question=1, held=True),
     ):
         world.link._receive(endpoint, message)
     world.turn()
     world.check_pages()
-
-
-def test_memory_that_a_map_describes_is_checked_by_itself() -> None:
-    good = MemoryMap(
-        arenas=[ArenaMemory(base=4096, page_bytes=64, num_pages=4)],
-        groups=[GroupMemory(arena=0, planes=2, page_tokens=4, plane_slot_bytes=8)],
-    )
-    good.check()

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.transfer.links.worlds import Layout, Pages, filled, shuffled_runs, slots_of
 
 from outrider.errors import TransferError
 from outrider.kv.intervals import Interval, SlotRun
-from outrider.transfer.links.memory import Spans, spans
+from outrider.transfer.links.memory import ADDRESS_END, ArenaMemory, GroupMemory, MemoryMap, Spans, spans
 from outrider.transfer.links.reads import CHUNK_BYTES, CHUNK_SPANS, chunks
 
 PAGE_SIZES = (1, 4, 8, 16, 32)
@@ -101,3 +102,47 @@ def test_slots_that_do_not_exist_are_refused(run: SlotRun) -> None:
     pages = Pages(Layout(((2, 4),), 128), 16, 0)
     with pytest.raises(TransferError):
         spans(pages.memory, 0, pages.memory, 0, [run])
+
+
+ARENA = ArenaMemory(base=4096, page_bytes=64, num_pages=4)
+GROUP = GroupMemory(arena=0, planes=2, page_tokens=4, plane_slot_bytes=8)
+
+
+def test_a_map_that_makes_sense_is_taken() -> None:
+    MemoryMap(arenas=[ARENA, replace(ARENA, num_pages=0)], groups=[GROUP, replace(GROUP, arena=1)]).check()
+
+
+@pytest.mark.parametrize(
+    "arena",
+    [
+        {"base": 0},
+        {"base": -4096},
+        {"page_bytes": 0},
+        {"page_bytes": -64},
+        {"num_pages": -1},
+        {"base": ADDRESS_END - 4 * 64},
+        {"num_pages": 1 << 62},
+        {"page_bytes": 63},
+    ],
+)
+def test_an_arena_that_makes_no_sense_is_refused(arena: dict[str, int]) -> None:
+    with pytest.raises(TransferError, match="makes no sense"):
+        MemoryMap(arenas=[replace(ARENA, **arena)], groups=[GROUP]).check()
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"arena": 1},
+        {"arena": -1},
+        {"planes": 0},
+        {"planes": 3},
+        {"page_tokens": 0},
+        {"page_tokens": 5},
+        {"plane_slot_bytes": -8},
+        {"planes": -1, "page_tokens": -1},
+    ],
+)
+def test_a_group_that_makes_no_sense_is_refused(group: dict[str, int]) -> None:
+    with pytest.raises(TransferError, match="makes no sense"):
+        MemoryMap(arenas=[ARENA], groups=[replace(GROUP, **group)]).check()

@@ -16,11 +16,11 @@ from outrider.backends.attention import AttentionLayer, AttentionMetadata, Paged
 from outrider.backends.base import Argmax, Backend, Body, Capability, EagerPass, Options, Pass, Result
 from outrider.backends.batch import BatchBuilder, BlockTableArrays
 from outrider.backends.cpu.memory import ScratchBuffer, zeros
-from outrider.backends.cpu.packed import PackedMatrix
+from outrider.backends.cpu.packed import PackedMatrix, Packing
 from outrider.backends.cpu.packing import CPUWeightForms, Packer
 from outrider.backends.cpu.weights import CPUAttentionLayer, prepared, wide
 from outrider.backends.drawing import DrawSettings
-from outrider.backends.reference.backend import TorchArgmax, route
+from outrider.backends.reference.backend import route
 from outrider.backends.registry import BackendSettings
 from outrider.backends.torch_threads import torch_threads
 from outrider.kv.layout import KVLayout
@@ -30,16 +30,26 @@ from outrider.models.weight_forms import WeightForms
 
 try:
     from outrider.backends.cpu.batches import CPUBatchBuilder
-    from outrider.backends.cpu.kernels import activations, argmax, attention, gather, linear, narrow, norm, rotate
+    from outrider.backends.cpu.kernels import (
+        activations,
+        argmax,
+        attention,
+        coarse,
+        gather,
+        linear,
+        narrow,
+        norm,
+        rotate,
+    )
     from outrider.backends.cpu.kernels.batch_rows import WRITE_ROWS
     from outrider.backends.cpu.kernels.compiling import Kernel, load_entry
     from outrider.backends.cpu.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
-    from outrider.backends.cpu.kernels.probability import largest_probabilities
     from outrider.backends.cpu.kernels.threads import Threads, available_cores, shared_threads
     from outrider.backends.cpu.kernels.vector import FAST_HERE
     from outrider.backends.cpu.loading import ACTIVATIONS, ITEMS, ignore_progress, item_of, warm_up
     from outrider.backends.cpu.passes import RecordedPass, Step
     from outrider.backends.cpu.program import (
+        CPUArgmax,
         GroupWords,
         Job,
         Program,
@@ -56,7 +66,7 @@ else:
 _HEADER = struct.Struct("4q")
 _WORD = struct.Struct("q")
 _GATHER = struct.Struct("6qf4x")
-_NORM = struct.Struct("5qf4x6q")
+_NORM = struct.Struct("5qf4x7q")
 _LINEAR = struct.Struct("14q")
 _ARGMAX = struct.Struct("5q")
 _PLACE = struct.Struct("19q")  # from METADATA to PARTS
@@ -72,9 +82,6 @@ class CPUBackend(Backend):
     device = torch.device("cpu")
     row_exact = True
     compacts = True
-    # Verifying one more row takes about a fifth of the time of a token, so a draft that is less likely than this to be
-    # accepted costs more than it saves.
-    draft_confidence = 0.2
 
     def __init__(self, threads: int | None = None, progress: Progress | None = None) -> None:
         for entry in (ENTER, WRITE_ROWS):
@@ -109,7 +116,13 @@ class CPUBackend(Backend):
         return CPUAttentionLayer.of(layer)
 
     def compact(self, matrix: Matrix) -> Matrix:
-        return self._packer.compact(matrix)
+        compacted = self._packer.compact(matrix)
+        if isinstance(compacted, PackedMatrix):
+            warm_up([compacted.packing], self._progress)
+        return compacted
+
+    def coarsen(self, matrix: Matrix) -> Matrix:
+        return self._packer.coarsen(matrix)
 
     def keep(self, matrix: Matrix) -> Matrix:
         return self._packer.keep(matrix) if isinstance(matrix, PackedMatrix) else matrix
@@ -201,15 +214,16 @@ class CPUBackend(Backend):
         job, before = self._new_job(), 0
         x_address, x_stride = x.data_ptr(), x.stride(0) * 4
         packed = isinstance(weight, PackedMatrix)
+        coarsely = isinstance(weight, PackedMatrix) and weight.packing is Packing.COARSE
         if norm is not None or packed:
             norm_job = self._norm_job if self._program is None else self._program.job()
             before, narrowed, narrowed_stride = norm_job.address, 0, 0
             if norm is not None:
                 x_address, x_stride = self._room(self._normed, rows * k * 4), k * 4
             if packed:
-                narrowed_stride = k // narrow.BLOCK * narrow.BLOCK_BYTES
+                narrowed_stride = coarse.row_bytes(k) if coarsely else k // narrow.BLOCK * narrow.BLOCK_BYTES
                 narrowed = self._room(self._narrowed, rows * narrowed_stride)
-            self._pack_norm(norm_job, x, norm, eps, x_address, narrowed=(narrowed, narrowed_stride))
+            self._pack_norm(norm_job, x, norm, eps, x_address, narrowed=(narrowed, narrowed_stride, coarsely))
             if packed:
                 x_address, x_stride = narrowed, narrowed_stride
         stored = _rows_stored(weight)
@@ -433,7 +447,7 @@ class CPUBackend(Backend):
         out: int,
         *,
         residual: Tensor | None = None,
-        narrowed: tuple[int, int] = (0, 0),
+        narrowed: tuple[int, int, bool] = (0, 0, False),
     ) -> None:
         rows, k = x.shape
         if self._program is not None and weight is not None:
@@ -454,13 +468,6 @@ class CPUBackend(Backend):
             0 if residual is None else residual.stride(0) * 4,
             *narrowed,
         )
-
-
-class CPUArgmax(TorchArgmax):
-    """The argmax of logits that are in memory, with probabilities by a compiled kernel."""
-
-    def probabilities(self) -> list[float]:
-        return largest_probabilities(self._logits)
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ import torch
 from outrider.backends import Progress
 from outrider.backends.cpu.kernels import activations, argmax, attention, gather, linear, norm, rotate
 from outrider.backends.cpu.kernels.compiling import load_all
-from outrider.backends.cpu.kernels.vector import BFLOAT16, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
+from outrider.backends.cpu.kernels.vector import BFLOAT16, COARSE, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
 from outrider.backends.cpu.packed import PackedMatrix, Packing
 from outrider.backends.cpu.weights import known
 from outrider.models.parameters import Matrix
 from outrider.models.spec import Activation
 
 ITEMS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-PACKINGS = {Packing.FOUR_BITS: FOUR_BITS, Packing.EIGHT_BITS: EIGHT_BITS}
+PACKINGS = {Packing.FOUR_BITS: FOUR_BITS, Packing.EIGHT_BITS: EIGHT_BITS, Packing.COARSE: COARSE}
 ACTIVATIONS = {
     Activation.SILU: activations.SILU,
     Activation.GELU_TANH: activations.GELU_TANH,
@@ -33,7 +33,7 @@ def warm_up(kinds: Iterable[torch.dtype | Packing], progress: Progress | None = 
     caches = items | ({FLOAT32} if packed else set())
     kernels = [norm.NORM, argmax.ARGMAX]
     stored = sorted(items | {PACKINGS[kind] for kind in packed})
-    kernels += [table[item] for table in (linear.LINEAR, gather.GATHER) for item in stored]
+    kernels += [table[item] for table in (linear.LINEAR, gather.GATHER) for item in stored if item in table]
     kernels += [table[item] for item in sorted(caches) for table in (rotate.ROTATE, attention.ATTEND)]
     load_all(kernels, progress or ignore_progress)
 

@@ -7,6 +7,10 @@ hold what the simpler quantisations of GGUF store. Their 16-bit scales are float
     FOUR_BITS    scale, lowest, 16 bytes      scale * number + lowest       Q4_0, Q4_1, Q4_K
     EIGHT_BITS   scale, 32 signed bytes       scale * number                Q5_0, Q8_0
 
+A third form is for drafters, and nothing is stored in it: one scale for a whole row, which comes before its blocks.
+
+    COARSE       32 bytes                     scale * (number - 64)
+
 Scale and lowest are float32. With four bits, byte i holds integer i in its low half and integer i + 16 in its high
 half.
 
@@ -29,6 +33,8 @@ from outrider.models.parameters import StoredMatrix
 BLOCK = 32
 INTERLEAVED = 16
 """Number of rows that are interleaved."""
+COARSE_OFFSET = 64
+"""What is added to a coarse weight to store it: it is not negative then, and 7 bits long."""
 
 _WORD_BYTES = 4
 # An embedding may take most of the memory, so it is not copied whole.
@@ -38,10 +44,16 @@ _CHUNK_BYTES = 4 << 20
 class Packing(Enum):
     FOUR_BITS = "four bits"
     EIGHT_BITS = "eight bits"
+    COARSE = "coarse"
 
     @property
     def block_bytes(self) -> int:
-        return 24 if self is Packing.FOUR_BITS else 36
+        return {Packing.FOUR_BITS: 24, Packing.EIGHT_BITS: 36, Packing.COARSE: 32}[self]
+
+    @property
+    def head_bytes(self) -> int:
+        """Number of bytes before the first block of a row."""
+        return 4 if self is Packing.COARSE else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,7 +75,8 @@ class PackedMatrix(StoredMatrix):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.count, self.data.shape[1] // self.packing.block_bytes * BLOCK
+        blocks = (self.data.shape[1] - self.packing.head_bytes) // self.packing.block_bytes
+        return self.count, blocks * BLOCK
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +128,7 @@ def filled_up(rows: int) -> int:
 def interleave(packing: Packing, data: Tensor, count: int) -> None:
     """Interleaves rows of blocks in place. Rows after the first `count` are overwritten with zeros."""
     assert len(data) == filled_up(count)
-    assert data.shape[1] % packing.block_bytes == 0
+    assert (data.shape[1] - packing.head_bytes) % packing.block_bytes == 0
     data[count:] = 0
     words = data.shape[1] // _WORD_BYTES
     groups = data.view(torch.int32).view(-1, INTERLEAVED, words)
@@ -127,6 +140,9 @@ def interleave(packing: Packing, data: Tensor, count: int) -> None:
 
 def unpack(packing: Packing, data: Tensor) -> Tensor:
     """Returns the numbers that rows of blocks stand for: float32 [rows, columns]."""
+    if packing is Packing.COARSE:
+        scale = data[:, :4].contiguous().view(torch.float32)
+        return (data[:, 4:].float() - COARSE_OFFSET) * scale
     blocks = data.reshape(len(data), -1, packing.block_bytes)
     if packing is Packing.EIGHT_BITS:
         scale = blocks[..., :4].contiguous().view(torch.float32)

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from outrider.backends.cpu.gguf_packing import PACKINGS, pack_rows
 from outrider.backends.cpu.memory import HugePageMemory
-from outrider.backends.cpu.packed import BLOCK, PackedMatrix, Packing, filled_up, interleave
+from outrider.backends.cpu.packed import BLOCK, COARSE_OFFSET, PackedMatrix, Packing, filled_up, interleave
 from outrider.models.parameters import Matrix
 from outrider.models.weight_forms import Bytes, MatrixForm, WeightForms, WeightMemory
 
 ROOM_BYTES = 16 << 20
 SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16, "MXFP4": torch.bfloat16}
 """Stored types whose numbers fit into 16 bits without loss."""
+COARSE_COLUMNS_MAX = 1 << 16
+"""The longest rows whose sums of products fit into 32 bits."""
 
 
 class PackedForm(MatrixForm):
@@ -35,7 +37,7 @@ class PackedForm(MatrixForm):
         return PackedMatrix(packing=self._packing, data=memory, count=shape[0])
 
 
-_FORMS = {packing: PackedForm(packing) for packing in Packing}
+_FORMS = {packing: PackedForm(packing) for packing in set(PACKINGS.values())}
 
 
 class CPUWeightForms(WeightForms):
@@ -69,6 +71,14 @@ class Packer:
         assert isinstance(matrix, Tensor)
         return self.keep(pack(matrix))
 
+    def coarsen(self, matrix: Matrix) -> Matrix:
+        """Returns a matrix in 7 bits. One that is packed, or whose rows are not whole blocks or too long, is returned
+        as it is."""
+        if isinstance(matrix, PackedMatrix) or matrix.shape[1] % BLOCK or matrix.shape[1] > COARSE_COLUMNS_MAX:
+            return matrix
+        assert isinstance(matrix, Tensor)
+        return self.keep(pack_coarsely(matrix))
+
     def keep(self, matrix: PackedMatrix) -> PackedMatrix:
         """Returns a copy of the matrix in this packer's memory."""
         size = matrix.nbytes
@@ -89,3 +99,12 @@ def pack(values: Tensor) -> PackedMatrix:
     numbers = (blocks / scale).round().to(torch.int8)
     data = torch.cat([scale.view(torch.uint8), numbers.view(torch.uint8)], dim=-1)
     return PackedMatrix.of(Packing.EIGHT_BITS, data.flatten(1))
+
+
+def pack_coarsely(values: Tensor) -> PackedMatrix:
+    """Returns the matrix of the nearest 7-bit integers, with a scale for each row."""
+    values = values.float()
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / (COARSE_OFFSET - 1), torch.ones_like(largest))
+    numbers = ((values / scale).round() + COARSE_OFFSET).to(torch.uint8)
+    return PackedMatrix.of(Packing.COARSE, torch.cat([scale.view(torch.uint8), numbers], dim=-1))

@@ -21,6 +21,8 @@ from outrider.backends.base import Argmax
 from outrider.backends.cpu.kernels import jobs
 from outrider.backends.cpu.kernels.argmax import OUT_WORDS
 from outrider.backends.cpu.kernels.pool import ENTER, PROGRAM_WORDS, RUN_COPY, RUN_PROGRAM
+from outrider.backends.cpu.kernels.probability import largest_probabilities
+from outrider.backends.reference.backend import TorchArgmax
 
 Result = TypeVar("Result")
 
@@ -60,6 +62,13 @@ class RecordedArgmax(Words, Argmax):
     def probabilities(self) -> list[float]:
         assert self._has_probabilities, "probabilities were not asked for when the pass was recorded"
         return list(self._layout.unpack(self.words)[2::3])
+
+
+class CPUArgmax(TorchArgmax):
+    """The argmax of logits that are in memory, with probabilities by a compiled kernel."""
+
+    def probabilities(self) -> list[float]:
+        return largest_probabilities(self._logits)
 
 
 class GroupWords(Words):

@@ -31,6 +31,9 @@ KNOTS: tuple[int, ...] = (
 """Counts at which a curve has a value of its own; between two of them it is a straight line."""
 LEAST_RATE = 0.02
 """Weight of an observation at a knot that has seen many: what is older than about fifty of them is forgotten."""
+FORGOTTEN_AFTER = 150.0
+"""Steps after which a knot's observations count for about a third: what was not observed for long is soon learnt
+anew."""
 REFILL_AFTER = 32
 """Number of observations after which knots without observations follow their neighbours again."""
 
@@ -51,7 +54,7 @@ class Curve:
     largest observed count, the curve goes on as it rose before.
     """
 
-    __slots__ = ("_seen", "_shape", "_since_fill", "values")
+    __slots__ = ("_last", "_seen", "_shape", "_since_fill", "values")
 
     def __init__(self, shape: Sequence[float]) -> None:
         """`shape`: what the values are in proportion to each other until they are observed."""
@@ -59,6 +62,8 @@ class Curve:
         self._shape = tuple(shape)
         self._seen = [0.0] * len(KNOTS)
         """Weight of the observations of each knot."""
+        self._last = [0] * len(KNOTS)
+        """The step of each knot's last observation."""
         self._since_fill = 0
 
     @property
@@ -73,7 +78,7 @@ class Curve:
         values = self.values
         return values[low] + (values[low + 1] - values[low]) * fraction
 
-    def learn(self, count: int, error: float) -> None:
+    def learn(self, count: int, error: float, step: int) -> None:
         """Moves the knots around a count by the logarithm of (observed / expected)."""
         if count <= 0:
             return
@@ -82,11 +87,13 @@ class Curve:
         is_new = False
         for knot, weight in ((low, 1.0 - fraction), (low + 1, fraction)):
             if weight > 0.0:
-                seen = self._seen[knot]
-                is_new |= seen < 0.5 <= seen + weight
-                self._seen[knot] = seen + weight
-                rate = max(LEAST_RATE, 1.0 / (1.0 + seen))
-                self.values[knot] *= exp(error * weight * rate)
+                before = self._seen[knot]
+                seen = before * exp((self._last[knot] - step) / FORGOTTEN_AFTER)
+                is_new |= before < 0.5 <= seen + weight
+                # Never unknown again: a value that is old is better than none.
+                self._seen[knot] = max(min(before, 0.5), seen + weight)
+                self._last[knot] = step
+                self.values[knot] *= exp(error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
                 self._drift_beside(knot, 0.5 * error * weight * LEAST_RATE)
         self._since_fill += 1
         if is_new or self._since_fill >= REFILL_AFTER:
@@ -105,7 +112,7 @@ class Curve:
     def put(self, count: int, seconds: float, weight: float) -> None:
         """Sets the value of a knot, as if it had been observed `weight` times."""
         number = KNOTS.index(count)
-        self.values[number], self._seen[number] = seconds, weight
+        self.values[number], self._seen[number], self._last[number] = seconds, weight, 0
         self._fill()
 
     def _fill(self) -> None:

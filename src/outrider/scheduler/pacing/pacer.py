@@ -17,6 +17,7 @@ from typing import Protocol
 from outrider.kv.footprint import KVFootprint, Proposing
 from outrider.scheduler.pacing.choice import ChainPasses, Drafting, choose_drafting, choose_verified
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
+from outrider.scheduler.pacing.figures import Choice, PacingCounts
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy, extended
 from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
 
@@ -26,13 +27,16 @@ MOST_SAVED = 1.0
 """Most time that may be saved up for such drafts, in steps."""
 PROBED_DRAFTS = 3
 """Number of drafts that are verified to find out whether drafting pays again."""
-OWN_RATE, SHARED_RATE = 0.1, 0.02
+OWN_RATE, SHARED_RATE = 0.08, 0.02
 """Weight of the last proposal in the outlook of its request, and in that of all requests."""
-FORGETTING_RATE = 0.01
-"""Part by which the outlook of a request that is not drafted for comes closer to that of all, at each step."""
+RETURN_RATE = 0.04
+"""How far the outlook of a request that is not drafted for returns to that of all requests, per choice: what its text
+was like before says less and less about how it goes on."""
 CHOOSE_EVERY = 4
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
+USUAL_CONTINUATION = 0.75
+"""Mean probability that a draft is accepted if all before it are, until it is known."""
 OBSERVED_RATE = 0.05
 """Weight of the last step in the observed tokens per second."""
 
@@ -105,17 +109,6 @@ class PacedRequest(Protocol):
     def context(self) -> int: ...
 
 
-@dataclass(slots=True)
-class PacingCounts:
-    """What was chosen, for metrics."""
-
-    drafting_steps: int = 0
-    plain_steps: int = 0
-    probes: int = 0
-    drafts_offered: int = 0
-    drafts_verified: int = 0
-
-
 class Pacer:
     def __init__(self, footprint: KVFootprint, *, sizes: Sequence[int], lookup: int = 0) -> None:
         """`sizes`: the numbers of drafts that are worth telling apart, ascending; the last one is the most, and without
@@ -135,13 +128,15 @@ class Pacer:
         sizes = tuple(sizes) or (1,)
         self._outlook = Outlook(sizes, chain=footprint.proposing is Proposing.CHAIN)
         """That of all requests."""
-        self._continuation = 0.75
+        self._continuation = USUAL_CONTINUATION
         """Mean probability that a draft is accepted if all before it are."""
         self._rate = 0.0
         self._drafting = Drafting((), Policy(len(sizes) - 1, 3), rate=0.0, plain_rate=0.0)
         self._chosen: frozenset[RequestPace] = frozenset()
         self._chosen_for = -1
         self._choice_age = 0
+        self._row_price = 0.0
+        """Tokens that the time of one more target row was worth at the last step."""
         self._credit_s = 0.0
         self._turn = 0
         self._newcomers_k = sizes[-1] if self._asks_drafter else 0
@@ -151,6 +146,8 @@ class Pacer:
         self.calibration.clear()
         self.counts = PacingCounts()
         self._outlook = Outlook(self._outlook.sizes, chain=self._outlook.chain)
+        self._continuation = USUAL_CONTINUATION
+        self.last_seen = None
         self._observed, self._rate, self._credit_s, self._chosen_for = (0.0, 0.0), 0.0, 0.0, -1
         self._newcomers_k = self._outlook.sizes[-1] if self._asks_drafter else 0
 
@@ -194,6 +191,11 @@ class Pacer:
         if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY:
             self._choose(paced, count, keys)
         self._choice_age += 1
+        if self._pauses(paced):
+            # Nothing is verified, and nothing proposed, to find out what that takes.
+            for request in paced:
+                request.drafts = request.wanted = 0
+            return self._pace(rows, count)
         self._verify(paced, rows)
         size, chosen = self._size, self._chosen
         for request in paced:
@@ -226,7 +228,7 @@ class Pacer:
             target_s = costs.target_s(round(committed + drafts), committed, keys)
             fed = round(committed + gained) if self._footprint.groups else 0
             drafted_s = costs.draft_s(fed, ()) + passes(many, made, policy)
-            return target_s + drafted_s + costs.host_s(committed)
+            return target_s + drafted_s + costs.host_s(committed, drafting=many > 0)
 
         last = self._drafting.policy
         if not self._rate or len(paced) != self._chosen_for:
@@ -236,8 +238,11 @@ class Pacer:
         found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
         self._rate, self._drafting = found.rate, found
         self._chosen_for, self._choice_age = len(paced), 0
-        if count:
+        if count and self._asks_drafter:
             self._chosen = frozenset(pace for number in found.requests if (pace := paced[number].pace) is not None)
+            for request in paced:
+                if request.pace is not None and request.pace not in self._chosen:
+                    request.pace.outlook.learn(self._outlook.values, RETURN_RATE)
         most = 2 * len(found.requests) > len(outlooks)
         self._newcomers_k = self._size if most else 0
 
@@ -287,13 +292,11 @@ class Pacer:
             return
         rows_s = self.costs.rows_s
         counts, _least = choose_verified(joint, base_rows=base, rows_s=rows_s, rate=self._rate)
-        self.counts.drafts_offered += offered
         for request, verified, each in zip(paced, counts, joint, strict=True):
             if each:
                 if not verified:
                     verified = self._look_again(request, base, rows_s(base + 1) - rows_s(base))
                 request.drafts = verified
-                self.counts.drafts_verified += verified
 
     def _look_again(self, request: PacedRequest, base: int, row_s: float) -> int:
         """Returns how many drafts to verify of those that are not expected to pay: looked-up ones are judged by what
@@ -303,6 +306,18 @@ class Pacer:
             return 0
         self._credit_s -= row_s
         return 1
+
+    def _pauses(self, paced: Sequence[PacedRequest]) -> bool:
+        """Whether this step runs without drafts because few steps have lately: what is not observed is not known."""
+        found = self._drafting
+        if 2 * len(self._chosen) <= len(paced) or not found.rate or not found.plain_rate:
+            return False
+        lost_s = len(paced) / found.plain_rate * (1.0 - found.plain_rate / found.rate)
+        if self._credit_s < lost_s:
+            return False
+        self._credit_s -= lost_s
+        self.counts.pauses += 1
+        return True
 
     def _probe(self, paced: Sequence[PacedRequest], rows: int) -> None:
         """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
@@ -335,12 +350,13 @@ class Pacer:
         rate = self._rate
         span = max(4, count)
         row_s = self._more_rows_s(rows, span) / span
+        self._row_price = rate * row_s
         found = self._drafting
         many, at = len(found.requests), self._outlook.at(found.policy)
         passes_s = self._passes(many, self._all_alike(many, found.policy), found.policy)
         return Pace(
             rate=rate,
-            row_price=rate * row_s,
+            row_price=self._row_price,
             going_on=PRICES[found.policy.price],
             lookup=self._lookup,
             draft_price=rate * passes_s / many if many else 0.0,
@@ -354,6 +370,8 @@ class Pacer:
         pending, request.pending, request.probing = request.pending, None, False
         if pending is None:
             return
+        self.counts.verified_by_source[pending.source] += drafts
+        self.counts.accepted_by_source[pending.source] += accepted
         before = 1.0
         for place in range(min(drafts, accepted + 1, len(pending.probabilities))):
             agreed = place < accepted
@@ -368,9 +386,8 @@ class Pacer:
         request.pending = proposed
         if proposed is None:
             request.probing = False
-            # What is not tried is forgotten: few bad drafts in a row must not be the last that is seen of a request.
-            request.outlook.learn(self._outlook.values, FORGETTING_RATE)
             return
+        self.counts.offered_by_source[proposed.source] += len(proposed.joint)
         if proposed.source is not Source.DRAFTER:
             return
         joint, sizes = proposed.joint, self._outlook.sizes
@@ -399,18 +416,15 @@ class Pacer:
         before, before_s = self._observed
         self._observed = before + rate * (tokens - before), before_s + rate * (times.total_s - before_s)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> Choice:
         """What is chosen just now and why, for people."""
-        return {
-            "rate": self._drafting.rate,
-            "plain_rate": self._drafting.plain_rate,
-            "observed_rate": self.observed_rate,
-            "drafting_requests": len(self._drafting.requests),
-            "drafts": self._size if self._drafting.requests else 0,
-            "price": PRICES[self._drafting.policy.price],
-            "speed": self.costs.speed,
-            **{
-                name: [[knot, seconds * self.costs.speed] for knot, seconds in curve.observed]
-                for name, curve in self.costs.curves.items()
-            },
-        }
+        return Choice(
+            rate=self._drafting.rate,
+            plain_rate=self._drafting.plain_rate,
+            observed_rate=self.observed_rate,
+            drafting_requests=len(self._drafting.requests),
+            drafts=self._size if self._drafting.requests else 0,
+            least_probability=PRICES[self._drafting.policy.price],
+            row_price=self._row_price,
+            speed=self.costs.speed,
+        )

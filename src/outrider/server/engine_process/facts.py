@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict
+from typing import Any
 
 from outrider.engine.engine import Engine
 from outrider.kv.census import take_census
@@ -13,8 +14,10 @@ from outrider.server.messages import (
     Counters,
     Facts,
     GroupPageCounts,
+    LookupFigures,
     Pages,
     RecentHit,
+    Speculation,
     TextFacts,
     TransferFacts,
     Transfers,
@@ -61,6 +64,7 @@ def facts_of(engine: Engine) -> Facts:
         sampling_defaults=defaults,
         drafter=None if speculation is None else speculation.method,
         drafts_max=engine.k,
+        chooses_drafts=engine.pacer is not None,
         kv_tokens=min((kv.pool.arena(g).num_pages - 1) * kv.layout.groups[g].page_tokens for g in target),
         supports_grammars=engine.supports_grammars,
         sanitizer=config.sanitizer,
@@ -91,6 +95,49 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, ab
         dropped_drafts=kv.dropped_drafts,
         violations=0 if sanitizer is None else len(sanitizer.violations),
         **{name: getattr(transfers, name) for name in TRANSFER_COUNTERS},
+        **_choice_counters(engine),
+    )
+
+
+def _choice_counters(engine: Engine) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if engine.pacer is not None:
+        found |= {"choice": engine.pacer.describe(), **asdict(engine.pacer.counts)}
+    lookup = _lookup_figures(engine)
+    if lookup is not None:
+        found |= {
+            "lookups": lookup.lookups,
+            "own_lookup_hits": lookup.own_hits,
+            "shared_lookup_hits": lookup.shared_hits,
+            "lookup_tokens": lookup.shared_tokens,
+            "lookup_memory_bytes": lookup.memory_bytes,
+        }
+    return found
+
+
+def _lookup_figures(engine: Engine) -> LookupFigures | None:
+    lookup = engine.runner.drafting.lookup
+    if lookup is None:
+        return None
+    return LookupFigures(
+        lookups=lookup.lookups,
+        own_hits=lookup.own_hits,
+        shared_hits=lookup.shared_hits,
+        shared_tokens=lookup.shared_tokens,
+        memory_bytes=lookup.memory_bytes,
+    )
+
+
+def speculation_of(engine: Engine, call: int) -> Speculation:
+    speculation, pacer = engine.config.speculative_config, engine.pacer
+    return Speculation(
+        call=call,
+        drafter=None if speculation is None else speculation.method,
+        drafts_max=engine.k,
+        choice=None if pacer is None else pacer.describe(),
+        costs=None if pacer is None else pacer.costs.seconds(),
+        counts=None if pacer is None else pacer.counts,
+        lookup=_lookup_figures(engine),
     )
 
 

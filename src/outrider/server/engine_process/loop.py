@@ -14,7 +14,14 @@ import zmq
 from outrider.engine.engine import Engine
 from outrider.errors import NotNowError, RequestError
 from outrider.server.engine_process.deltas import RequestReporter
-from outrider.server.engine_process.facts import RecentHits, counters_of, facts_of, pages_of, transfers_of
+from outrider.server.engine_process.facts import (
+    RecentHits,
+    counters_of,
+    facts_of,
+    pages_of,
+    speculation_of,
+    transfers_of,
+)
 from outrider.server.messages import (
     Abort,
     Accepted,
@@ -22,6 +29,7 @@ from outrider.server.messages import (
     Counters,
     Delta,
     LookAtPages,
+    LookAtSpeculation,
     LookAtTransfers,
     Ping,
     Pong,
@@ -116,6 +124,8 @@ class EngineLoop:
                 self._send(pages_of(self._engine, call, self._hits))
             case LookAtTransfers(call=call):
                 self._send(transfers_of(self._engine, call))
+            case LookAtSpeculation(call=call):
+                self._send(speculation_of(self._engine, call))
             case Ping():
                 steps = self._engine.scheduler.kv.pool.last_completed + 1
                 self._send(Pong(steps=steps, has_work=self._engine.has_work))
@@ -132,6 +142,7 @@ class EngineLoop:
                 priority=order.priority,
                 salt=order.salt,
                 speculate=order.speculate,
+                num_speculative_tokens=order.num_speculative_tokens,
                 hand_over=order.hand_over,
                 ticket=order.ticket,
                 compute_prompt=order.compute_prompt,

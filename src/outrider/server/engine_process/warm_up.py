@@ -30,6 +30,4 @@ def warm_up(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     engine.reset_prefix_cache()
-    engine.speculation.clear()
-    if engine.transfers is not None:
-        engine.transfers.recomputed_prompts = 0
+    engine.clear_counts()

@@ -15,7 +15,7 @@ from outrider.server.front.streams import Arrival, Job
 from outrider.server.front.supervisor import State, Supervisor
 from outrider.server.front.tokens import TokenTexts
 from outrider.server.front.transfers import FIELD
-from outrider.server.messages import Accepted, Delta, Facts, Pages, Refused, Submit
+from outrider.server.messages import Accepted, Delta, Facts, Pages, Refused, Speculation, Submit
 from outrider.server.observe.metrics import Metrics
 from outrider.server.observe.tracing import Tracer
 from outrider.server.text_process.messages import Encode, Render, TextOrder
@@ -36,6 +36,8 @@ class Service:
         self._token_texts: TokenTexts | None = None
         self._pages: Pages | None = None
         self._pages_s = 0.0
+        self._speculation: Speculation | None = None
+        self._speculation_s = 0.0
         self._looking = asyncio.Lock()
 
     async def prepare(self, facts: Facts) -> None:
@@ -88,6 +90,14 @@ class Service:
                 self._pages = await self.supervisor.pages()
                 self._pages_s = time.monotonic()
             return self._pages
+
+    async def speculation(self, *, max_age_s: float) -> Speculation:
+        """Returns how much the engine speculates and why, at most `max_age_s` old."""
+        async with self._looking:
+            if self._speculation is None or time.monotonic() - self._speculation_s > max_age_s:
+                self._speculation = await self.supervisor.speculation()
+                self._speculation_s = time.monotonic()
+            return self._speculation
 
     def check_ready(self) -> None:
         why = self.why_not_ready

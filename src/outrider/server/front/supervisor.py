@@ -32,6 +32,7 @@ from outrider.server.messages import (
     Facts,
     Loading,
     LookAtPages,
+    LookAtSpeculation,
     LookAtTransfers,
     Pages,
     Ping,
@@ -40,6 +41,7 @@ from outrider.server.messages import (
     Refused,
     ResetCache,
     Setup,
+    Speculation,
     StepReport,
     Stop,
     ToEngine,
@@ -56,6 +58,9 @@ STOP_LIMIT_S = 5.0
 LAST_MESSAGES_S = 0.2
 RESTART_WAITS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits before each restart; the series starts over after an engine that became ready."""
+
+Answer = CacheWasReset | Pages | Transfers | Speculation
+"""What answers a call to the engine process."""
 
 
 class State(Enum):
@@ -93,7 +98,7 @@ class Supervisor:
         self._directory = tempfile.mkdtemp(prefix="outrider-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel: Channel | None = None
-        self._calls: dict[int, asyncio.Future[CacheWasReset | Pages | Transfers]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_number = 0
         self._process: Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -126,10 +131,15 @@ class Supervisor:
         assert isinstance(answer, Transfers)
         return answer
 
-    async def _call(self, order: Callable[[int], ToEngine]) -> CacheWasReset | Pages | Transfers:
+    async def speculation(self) -> Speculation:
+        answer = await self._call(lambda call: LookAtSpeculation(call=call))
+        assert isinstance(answer, Speculation)
+        return answer
+
+    async def _call(self, order: Callable[[int], ToEngine]) -> Answer:
         self._call_number += 1
         call = self._call_number
-        future: asyncio.Future[CacheWasReset | Pages | Transfers] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
             self.send(order(call))
@@ -245,7 +255,7 @@ class Supervisor:
                 self._on_report(message)
             case Accepted() | Refused():
                 self.requests.deliver(message.request_id, message)
-            case CacheWasReset(call=call) | Pages(call=call) | Transfers(call=call):
+            case CacheWasReset(call=call) | Pages(call=call) | Transfers(call=call) | Speculation(call=call):
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -11,7 +11,7 @@ from outrider.server.http.bodies import BodyLimits
 from outrider.server.http.counting import Counting
 from outrider.server.http.hosts import Hosts
 from outrider.server.http.keys import Keys
-from outrider.server.routes import chat, completions, page, pages, responses, state, tokenize
+from outrider.server.routes import chat, completions, page, pages, responses, speculation, state, tokenize
 
 
 def make_app(service: Service) -> FastAPI:
@@ -24,7 +24,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for module in (state, completions, chat, responses, tokenize, pages, page):
+    for module in (state, completions, chat, responses, tokenize, pages, speculation, page):
         app.include_router(module.router)
     # The middleware that is added last runs first.
     config = service.config

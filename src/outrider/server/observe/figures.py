@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from outrider.server.messages import Counters, Delta, Ending, StepReport
 
-STATES = frozenset({"running", "waiting", "kv_usage", "held_pages", "leases"})
+STATES = frozenset(
+    {"running", "waiting", "kv_usage", "choice", "lookup_tokens", "lookup_memory_bytes", "held_pages", "leases"}
+)
 """Counters that describe the present state, and are not added up."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,7 +15,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.server.messages import Delta, Ending
+from outrider.scheduler.pacing.figures import SOURCES
+from outrider.server.messages import Counters, Delta, Ending
 from outrider.server.observe.figures import Figures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,6 +43,14 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests."),
     "generation_tokens": ("generated_tokens", "Generated tokens."),
     "spec_decode_num_dropped": ("dropped_drafts", "Times that a request stopped drafting for lack of pages."),
+    "spec_decode_drafting_steps": (
+        "drafting_steps",
+        "Steps that proposed or verified drafts, of those without prompts.",
+    ),
+    "spec_decode_plain_steps": ("plain_steps", "Steps without drafts, of those without prompts."),
+    "spec_decode_probes": ("probes", "Times that drafts were tried which were not expected to pay."),
+    "spec_decode_pauses": ("pauses", "Steps without drafts among steps with drafts, to find out what they take."),
+    "spec_decode_lookups": ("lookups", "Times that drafts were looked up for a request."),
     "sanitizer_violations": ("violations", "Broken invariants that the sanitizer has seen."),
     "kv_transfer_handed_over": ("handed_over", "Prompts whose KV was held for a decode worker."),
     "kv_transfer_hand_overs_refused": (
@@ -60,9 +69,41 @@ GAUGES = {
     "num_requests_running": ("running", "Continuations in the batch."),
     "num_requests_waiting": ("waiting", "Continuations that wait for a place in the batch."),
     "kv_cache_usage_perc": ("kv_usage", "Fraction of KV pages that requests hold, from 0 to 1."),
+    "spec_decode_lookup_tokens": ("lookup_tokens", "Tokens of finished texts that are kept for look-up."),
+    "spec_decode_lookup_memory_bytes": ("lookup_memory_bytes", "Size of the texts and indexes of the look-up."),
     "kv_transfer_held_pages": ("held_pages", "KV pages that are held for decode workers."),
     "kv_transfer_leases": ("leases", "Prompts whose KV is held for decode workers."),
 }
+CHOICES = {
+    "spec_decode_expected_tokens_per_second": (
+        "rate",
+        "Tokens per second that the chosen drafting is expected to give.",
+    ),
+    "spec_decode_expected_plain_tokens_per_second": (
+        "plain_rate",
+        "Tokens per second that are expected without drafts.",
+    ),
+    "spec_decode_observed_tokens_per_second": ("observed_rate", "Tokens per second of the last steps without prompts."),
+    "spec_decode_num_drafting_requests": ("drafting_requests", "Requests for which the drafter proposes."),
+    "spec_decode_num_chosen_draft_tokens": ("drafts", "Most drafts for each request for which the drafter proposes."),
+    "spec_decode_least_probability": (
+        "least_probability",
+        "Least joint probability with which a draft is worth going on from.",
+    ),
+    "spec_decode_row_price_tokens": ("row_price", "Tokens that the time of one more row of the target is worth."),
+    "spec_decode_machine_speed_factor": (
+        "speed",
+        "Factor of all times: above 1 where the machine is slower than when costs were learnt.",
+    ),
+}
+"""Gauges by field of Choice. They are absent where the engine does not choose."""
+BY_SOURCE = {
+    "spec_decode_num_offered_tokens_by_source": ("offered_by_source", "Drafts that were proposed, by their source."),
+    "spec_decode_num_verified_tokens_by_source": ("verified_by_source", "Drafts that were verified, by their source."),
+    "spec_decode_num_accepted_tokens_by_source": ("accepted_by_source", "Drafts that were accepted, by their source."),
+}
+"""Counters by source of drafts. They are absent where the engine does not choose."""
+LOOKUP_HITS = {"own_text": "own_lookup_hits", "shared_text": "shared_lookup_hits"}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from arrival to the first token.", FIRST_TOKEN_S),
     "inter_token_latency_seconds": ("Time between two steps that yielded tokens.", GAPS_S),
@@ -178,6 +219,23 @@ class _FiguresCollector(Collector):
         for position, count in enumerate(counters.accepted_at):
             family.add_metric([self._model_name, ENGINE, str(position)], count)
         yield family
+        yield from self._of_choice(counters)
+
+    def _of_choice(self, counters: Counters) -> Iterator[Metric]:
+        if counters.choice is not None:
+            for name, (field, text) in CHOICES.items():
+                yield self._family(GaugeMetricFamily, name, text, getattr(counters.choice, field))
+        for name, (field, text) in BY_SOURCE.items():
+            # There are none where the engine does not choose.
+            yield self._by_source(name, text, dict(zip(SOURCES, getattr(counters, field), strict=False)))
+        hits = {source: getattr(counters, field) for source, field in LOOKUP_HITS.items()}
+        yield self._by_source("spec_decode_lookup_hits", "Look-ups that found something, by where.", hits)
+
+    def _by_source(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=["model_name", "engine", "source"])
+        for source, count in counts.items():
+            family.add_metric([self._model_name, ENGINE, source], count)
+        return family
 
     def _family(
         self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float

@@ -45,6 +45,10 @@ def line(before: Counters, now: Counters, seconds: float) -> str:
     if drafts:
         parts.append(f"Mean acceptance length: {1 + accepted / drafts:.2f}")
         parts.append(f"Draft acceptance rate: {accepted / drafted:.1%}")
+    if now.choice is not None:
+        choice = now.choice
+        parts.append(f"Drafting for: {choice.drafting_requests} reqs, up to {choice.drafts} tokens")
+        parts.append(f"Expected: {choice.rate:.1f} tokens/s, {choice.plain_rate:.1f} without drafts")
     return ", ".join(parts)
 
 

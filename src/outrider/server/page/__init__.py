@@ -4,6 +4,7 @@ index.html · style.css · icon.svg
 app.js       settings, key, conversation, and which part is shown
 answer.js    one answer: its tokens by origin, and its statistics
 api.js       requests, event streams and error messages
+choice_view.js   how much is speculated, and why
 kv_view.js   arenas, page counts and cache hits, live
 page_map.js  the pages of one arena, drawn on a canvas
 """
@@ -25,7 +26,7 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_NAMES = ("app.js", "answer.js", "api.js", "kv_view.js", "page_map.js", "style.css", "icon.svg")
+_NAMES = ("app.js", "answer.js", "api.js", "choice_view.js", "kv_view.js", "page_map.js", "style.css", "icon.svg")
 
 
 def _read(name: str) -> PageFile:

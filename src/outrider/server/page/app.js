@@ -2,10 +2,12 @@
 
 import { Answer, seconds, shown } from "./answer.js";
 import { ask, events, ServerProblem, storedKey, storeKey } from "./api.js";
+import { ChoiceView } from "./choice_view.js";
 import { KvView } from "./kv_view.js";
 
 const RETRY_MS = 2000;
 const WATCH_MS = 250;
+const CHOICE_MS = 1000;
 const PAINT_MS = 30;
 // Of the time of a long answer, at most a quarter goes into laying it out.
 const PAUSE_PER_PAINT = 3;
@@ -14,6 +16,7 @@ const at = (name) => document.getElementById(name);
 // ---- the server, and its pages ----------------------------------------------------------------------
 
 const kv = new KvView(document);
+const choice = new ChoiceView(document);
 let watching = null;
 
 function tellServer(text, state) {
@@ -32,6 +35,7 @@ async function watch() {
     try {
       const models = await (await ask("v1/models", { signal })).json();
       tellModel(models.data[0]);
+      if (models.data[0].chooses_drafts) watchChoice(signal);
       const stream = await ask(`kv/stream?interval_ms=${WATCH_MS}`, { signal });
       for await (const told of events(stream, signal)) {
         tellServer("connected", "good");
@@ -53,8 +57,21 @@ async function watch() {
   }
 }
 
+/** Asks for what the engine chooses, until told to stop or the server is gone: `watch` says so, and begins again. */
+async function watchChoice(signal) {
+  try {
+    while (!signal.aborted) {
+      choice.show(await (await ask("speculation", { signal })).json());
+      await new Promise((resolve) => setTimeout(resolve, CHOICE_MS));
+    }
+  } catch (error) {
+    if (!signal.aborted && !(error instanceof ServerProblem)) throw error;
+  }
+}
+
 function tellModel(card) {
-  const drafting = card.drafter ? `${card.drafter} drafts up to ${card.num_speculative_tokens} tokens` : "no speculation";
+  const drafting = card.drafter ? `${card.drafter} drafts up to ${card.num_speculative_tokens} tokens${card.chooses_drafts ? ", as many as pay" : ""}` : "no speculation";
+  choice.appear(card.chooses_drafts);
   at("model").textContent = `${card.id} · ${drafting} · ${card.max_model_len.toLocaleString("en")} tokens of context`;
   at("model").title = at("model").textContent;
   at("server").title = "";

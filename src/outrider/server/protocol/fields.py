@@ -101,6 +101,9 @@ class SharedFields(IgnoredFields):
     """Prompts with different salts share nothing in the prefix cache."""
     speculate: bool = True
     """False decodes without drafts. The text is the same."""
+    num_speculative_tokens: int | None = Field(default=None, ge=0, le=65536)
+    """How many drafts are proposed and verified at each step, at most as many as the model's entry in /v1/models says;
+    0 means none. Null leaves it to the server, which may choose anew at each step. The text is the same."""
     kv_transfer_params: KVTransferParams | None = None
     """For prefill/decode disaggregation: sent by proxies."""
     return_token_origins: bool = False

@@ -66,6 +66,7 @@ def order_for(request: Request, body: GenerationFields, name: str, ids: list[int
         salt=f"{tenant}:{body.cache_salt}" if body.cache_salt else tenant,
         priority=body.priority,
         speculate=body.speculate,
+        num_speculative_tokens=body.num_speculative_tokens,
         stream=bool(body.stream),
         hand_over=hand_off.hand_over,
         ticket=hand_off.ticket,

@@ -119,4 +119,5 @@ def _card(name: str, service: Service) -> dict[str, Any]:
         "max_model_len": facts.max_model_len,
         "drafter": facts.drafter,
         "num_speculative_tokens": facts.drafts_max,
+        "chooses_drafts": facts.chooses_drafts,
     }

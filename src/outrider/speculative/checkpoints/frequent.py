@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
-from outrider.models.parameters import Linear
+from outrider.models.parameters import Linear, Matrix
 from outrider.speculative.settings import DrafterSettings
 from outrider.speculative.vocabulary import DraftVocabulary
 
@@ -61,5 +61,15 @@ def read_frequent(directory: Path, settings: DrafterSettings) -> Tensor | None:
 
 def limit_to(tokens: Tensor, head: Linear, settings: DrafterSettings) -> tuple[Linear, DraftVocabulary]:
     """Returns the head's rows for these tokens, and the vocabulary that they make up."""
-    rows = head.rows(tokens).mapped(settings.backend.keep)
+    rows = head.rows(tokens).mapped(lambda matrix: _kept(matrix, settings))
     return rows, DraftVocabulary(size=settings.target.spec.vocab_size, target_ids=tokens)
+
+
+def _kept(rows: Matrix, settings: DrafterSettings) -> Matrix:
+    """Returns a copy of a head's rows in the form that the drafter scores tokens with."""
+    if settings.packed:
+        written_out = rows if isinstance(rows, Tensor) else rows.expand()
+        coarse = settings.backend.coarsen(written_out)
+        if coarse is not written_out:
+            return coarse
+    return settings.backend.keep(rows)

@@ -101,7 +101,9 @@ class OneLayerAhead(Drafter):
         assert len(body.layers) == 1
         pack = settings.packer()
         network = self._network = replace(
-            network, parameters=mapped(network.parameters, pack), entrance=network.entrance.mapped(pack)
+            network,
+            parameters=mapped(network.parameters, settings.coarsener(), change_embedding=pack),
+            entrance=network.entrance.mapped(pack),
         )
         self.layer_groups = layer_groups(
             body, owner="draft", page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize

@@ -97,7 +97,8 @@ class DFlash(Drafter):
         check_abilities(settings.backend, self.layer_groups, name)
         limit = min(settings.max_model_len, spec.body.max_position)
         pack = settings.packer()
-        self._decoder = Decoder(spec.body, mapped(parameters.body, pack), settings.backend, max_position=limit)
+        body = mapped(parameters.body, settings.coarsener(), change_embedding=pack)
+        self._decoder = Decoder(spec.body, body, settings.backend, max_position=limit)
         self._fuse, self._context_norm = parameters.fuse.mapped(pack), parameters.context_norm
         self._vocabulary = parameters.vocabulary
         self._context = context_projection(spec.body, self._decoder.parameters)
@@ -123,13 +124,14 @@ class DFlash(Drafter):
         services = self._services
         assert services is not None
         assert self._feed_pass is not None
-        spans = [
-            Span(row.request.table_row, row.interval.start, row.request.tokens[row.interval.start : row.interval.end])
-            for row in rows
-        ]
+        spans, runs, proposes = [], [], False
+        for request, (start, end), taps_at, also_proposes in rows:
+            spans.append(Span(request.table_row, start, request.tokens[start:end]))
+            runs.append((taps_at, end - start))
+            proposes = proposes or also_proposes
         batch = services.batches.build(spans, services.groups)
-        fed = tap_rows(taps, [(row.taps_at, row.interval.size) for row in rows])
-        if any(row.proposes for row in rows):
+        fed = tap_rows(taps, runs)
+        if proposes:
             # A proposal follows, which a backend may run in the same call.
             self._feed_pass.enqueue(fed, batch.groups, None)
         else:

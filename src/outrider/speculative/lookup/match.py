@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-OWN_EVEN_LENGTH = 1.0
+OWN_EVEN_LENGTH = 2.0
 """Length of a match in the request's own text after which a copied token is as likely right as wrong. Measured on
 answers that copy from their prompts."""
 SHARED_EVEN_LENGTH = 9.0
@@ -34,8 +34,8 @@ def draft_probability(length: int, place: int, shared: bool) -> float:
     """Returns the probability that the draft at `place` is accepted if all drafts before it are.
 
     Once the drafts before it are accepted, `length + place` tokens agree with the occurrence that is copied, so the
-    draft is as good as the first one of a match of that length. After n tokens that agree it is n / (n + 1) in the
-    request's own text (0.75 for 3 tokens, 0.89 for 8, 0.97 for 32), and n / (n + 9) in another one (0.25, 0.47, 0.78).
+    draft is as good as the first one of a match of that length. After n tokens that agree it is n / (n + 2) in the
+    request's own text (0.6 for 3 tokens, 0.8 for 8, 0.94 for 32), and n / (n + 9) in another one (0.25, 0.47, 0.78).
     """
     agreeing = length + place
     return agreeing / (agreeing + (SHARED_EVEN_LENGTH if shared else OWN_EVEN_LENGTH))

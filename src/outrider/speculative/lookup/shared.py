@@ -6,7 +6,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from mmap import mmap
+from typing import Literal, NamedTuple
 
 from outrider.speculative.lookup.config import LookupConfig
 from outrider.speculative.lookup.match import Match
@@ -37,6 +38,11 @@ class FinishedText(NamedTuple):
     """Keys of the blocks at its beginning that it was the first to have."""
 
 
+def zeros(code: Literal["I", "q"], count: int) -> memoryview[int]:
+    """Returns zeros in memory that takes no room, and no time, until it is written to."""
+    return memoryview(mmap(-1, count * array(code).itemsize)).cast(code)
+
+
 class RingChains:
     """For each run of `length` tokens of a tenant, the chain of its occurrences, latest first.
 
@@ -49,9 +55,9 @@ class RingChains:
     def __init__(self, length: int, size: int) -> None:
         buckets = 1 << (size - 1).bit_length()
         self.length = length
-        self.previous = array("q", [-1]) * size
-        """For each slot of the ring, the position before it in its chain, or -1."""
-        self._heads = array("q", [-1]) * buckets
+        self.previous = zeros("q", size)
+        """For each slot of the ring, the position before it in its chain, or 0."""
+        self._heads = zeros("q", buckets)
         self._mask = buckets - 1
 
     @property
@@ -88,11 +94,12 @@ class SharedTexts:
     def __init__(self, config: LookupConfig) -> None:
         self._config = config
         self._size = size = config.most_shared_tokens
-        self._ring = array("I", [0]) * size
+        self._ring = zeros("I", size)
         self._chains = tuple(RingChains(length, size) for length in config.shared_keys)
         self._texts: list[FinishedText] = []
         self._starts: list[int] = []
-        self._end = 0
+        # No occurrence has position 0, which ends a chain.
+        self._end = 1
         self._blocks: set[int] = set()
         """Keys of the blocks with which texts in the ring begin. A key depends on the tenant and all tokens before."""
         self._tenants: dict[str, Tenant] = {}

@@ -32,9 +32,12 @@ class Run(NamedTuple):
     prompt_s: float
     """Time until every request has its first token."""
     decode_s: float
-    """Time from then to the last token of all."""
+    """Time from then until the first request ends: as long as the batch is whole. With drafts, requests end at
+    different steps, and what fewer requests generate per second says nothing of the batch."""
     decoded_tokens: int
     """Tokens of all requests in that time."""
+    whole_s: float
+    """Time from the first tokens to the last token of all."""
     steps_s: list[float]
     """Durations of the decoding steps; steps that compute prompts are left out."""
     tokens: list[list[int]]
@@ -45,8 +48,13 @@ class Run(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of decoding, prompts left out."""
+        """Tokens per second of decoding with the whole batch, prompts left out."""
         return self.decoded_tokens / self.decode_s
+
+    @property
+    def whole_tokens_per_s(self) -> float:
+        """Tokens per second of decoding until the last request ends, prompts left out."""
+        return (sum(map(len, self.tokens)) - len(self.tokens)) / self.whole_s
 
 
 class Contestant(ABC):
@@ -105,6 +113,7 @@ class OutriderContestant(Contestant):
         salt = secrets.token_hex(8)
         steps: list[float] = []
         prompt_s, early_tokens = 0.0, 0
+        first_end_s, decoded_tokens = 0.0, 0
         started = before = perf_counter()
         for number, prompt in enumerate(prompts):
             engine.add_request(
@@ -121,6 +130,9 @@ class OutriderContestant(Contestant):
             now = perf_counter()
             if prompt_s:
                 steps.append(now - before)
+                if not first_end_s and any(output.finished for output in outputs):
+                    first_end_s = now
+                    decoded_tokens = sum(len(output.outputs[0].token_ids) for output in outputs) - early_tokens
             elif all(output.outputs[0].token_ids for output in outputs):
                 prompt_s = now - started
                 # Where prompts take several steps, the first requests decode while others wait.
@@ -129,8 +141,9 @@ class OutriderContestant(Contestant):
         drafts, accepted = engine.speculation.drafts - drafts, engine.speculation.accepted_tokens - accepted
         return Run(
             prompt_s=prompt_s,
-            decode_s=before - started - prompt_s,
-            decoded_tokens=len(prompts) * tokens - early_tokens,
+            decode_s=first_end_s - started - prompt_s,
+            decoded_tokens=decoded_tokens,
+            whole_s=before - started - prompt_s,
             steps_s=steps,
             tokens=[output.outputs[0].token_ids for output in outputs],
             tokens_per_step=len(prompts) * tokens / sum(output.metrics.steps for output in outputs),
@@ -168,6 +181,7 @@ class TransformersContestant(Contestant):
         return Run(
             prompt_s=times[0] - started,
             decode_s=seconds - (times[0] - started),
+            whole_s=seconds - (times[0] - started),
             decoded_tokens=len(prompts) * (tokens - 1),
             steps_s=[later - earlier for earlier, later in pairwise(times)],
             tokens=texts,

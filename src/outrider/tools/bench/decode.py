@@ -27,6 +27,7 @@ from outrider.backends import Progress
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
+from outrider.engine.step_costs import know_costs
 from outrider.engine.ties import examine, first_difference
 from outrider.errors import ConfigError
 from outrider.kv.checked import whole_number
@@ -132,6 +133,7 @@ def _speculating(
     for speculation in config.speculations:
         given = replace(settings, speculative_config=speculation)
         engine = build_engine(given, model=model, progress=progress)
+        know_costs(engine, progress)
         yield OutriderContestant(
             _name(speculation, speculation.num_speculative_tokens),
             engine,
@@ -242,6 +244,7 @@ def _case_report(
         lengths = [run.acceptance_length for run in each if run.acceptance_length is not None]
         entry: dict[str, Any] = {
             "tokens_per_s": median(run.tokens_per_s for run in each),
+            "whole_tokens_per_s": median(run.whole_tokens_per_s for run in each),
             "best_tokens_per_s": max(run.tokens_per_s for run in each),
             "tokens_per_s_by_round": [run.tokens_per_s for run in each],
             "prompt_ms": 1000 * median(run.prompt_s for run in each),

@@ -54,7 +54,7 @@ class PacedRunner:
         self.pacer = pacer
         self.proposals: dict[str, Proposed] = {}
         """By sequence id: the drafts of the step that runs."""
-        self.record_of: Callable[[str], Request | None] = lambda _sequence: None
+        self.record_of: Callable[[str], Request | None] = lambda sequence_id: None
         self._seed = seed
         self._footprint = footprint
         self._counts = counts

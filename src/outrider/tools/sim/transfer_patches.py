@@ -39,7 +39,8 @@ def failure_counts_as_arrival(original: Any) -> Any:
 
 def lease_always_held(original: Any) -> Any:
     def confirmed(self: Any, hand_off: Any, message: Any) -> None:
-        original(self, hand_off, Confirmed(lease=message.lease, held=True, digests=message.digests))
+        said = {"lease": message.lease, "question": message.question, "digests": message.digests}
+        original(self, hand_off, Confirmed(held=True, **said))
 
     return confirmed
 

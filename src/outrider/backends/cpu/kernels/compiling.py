@@ -20,18 +20,26 @@ from numba import cfunc, njit
 from numba.core.event import Event, Listener, install_listener
 
 from outrider.backends import COMPILING, Progress
-from outrider.backends.cpu.kernels.vector import BFLOAT16, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
+from outrider.backends.cpu.kernels.vector import BFLOAT16, COARSE, EIGHT_BITS, FLOAT16, FLOAT32, FOUR_BITS
 
 LOADING = "loading kernels"
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 UNBOUND: Any = None
 """Placeholder for a global name that `specialised` binds."""
-ITEMS = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16", FOUR_BITS: "four_bits", EIGHT_BITS: "eight_bits"}
+ITEMS = {
+    FLOAT32: "float32",
+    BFLOAT16: "bfloat16",
+    FLOAT16: "float16",
+    FOUR_BITS: "four_bits",
+    EIGHT_BITS: "eight_bits",
+    COARSE: "coarse",
+}
 _SOURCES = (
     "activations",
     "argmax",
     "attention",
     "batch_rows",
+    "coarse",
     "compiling",
     "gather",
     "jobs",

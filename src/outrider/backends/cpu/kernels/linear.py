@@ -13,6 +13,7 @@ import math
 from numba import njit
 
 from outrider.backends.cpu.kernels.activations import NONE, gate
+from outrider.backends.cpu.kernels.coarse import coarse_tile
 from outrider.backends.cpu.kernels.compiling import OPTIONS, UNBOUND, Kernel, part
 from outrider.backends.cpu.kernels.jobs import CHUNKS, OWN, set_word, word
 from outrider.backends.cpu.kernels.narrow import BLOCK
@@ -21,6 +22,7 @@ from outrider.backends.cpu.kernels.packed import ROWS as PACKED_ROWS
 from outrider.backends.cpu.kernels.tiles import COLUMNS, COLUMNS_OF_ONE, COLUMNS_OF_TWO, ROWS, dot_tile
 from outrider.backends.cpu.kernels.vector import (
     BFLOAT16,
+    COARSE,
     FLOAT16,
     FLOAT32,
     LANES,
@@ -230,7 +232,9 @@ def linear(job, chunk, sums):
 
 
 def _packed_kernel(item: int) -> Kernel:
-    tiles = {name: packed_tile(rows, item) for rows, name in enumerate(_TILES, 1)}
+    tiles = {
+        name: coarse_tile(rows) if item == COARSE else packed_tile(rows, item) for rows, name in enumerate(_TILES, 1)
+    }
     return Kernel(linear, item, _sums_of=part(_packed_sums, item, _tile=part(_packed_tile, item, **tiles)))
 
 
@@ -251,7 +255,7 @@ def _kernel(item: int) -> Kernel:
 
 
 LINEAR = {item: _kernel(item) for item in (FLOAT32, BFLOAT16, FLOAT16)}
-LINEAR |= {item: _packed_kernel(item) for item in PACKED}
+LINEAR |= {item: _packed_kernel(item) for item in (*PACKED, COARSE)}
 
 
 @njit(**OPTIONS)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from outrider.backends.cpu.kernels.coarse import narrow_row_coarsely
 from outrider.backends.cpu.kernels.compiling import OPTIONS, Kernel
 from outrider.backends.cpu.kernels.jobs import CHUNKS, OWN, set_word, word
 from outrider.backends.cpu.kernels.memory import load_f32
 from outrider.backends.cpu.kernels.narrow import narrow_row
 from outrider.backends.cpu.kernels.vector import FLOAT32, LANES, add, fma, load_part, mul, splat, store_part, total
 
-X, X_STRIDE, M, K, WEIGHT, EPS, OUT, OUT_STRIDE, RESIDUAL, RESIDUAL_STRIDE, NARROWED, NARROWED_STRIDE = range(
-    OWN, OWN + 12
+(X, X_STRIDE, M, K, WEIGHT, EPS, OUT, OUT_STRIDE, RESIDUAL, RESIDUAL_STRIDE, NARROWED, NARROWED_STRIDE, COARSELY) = (
+    range(OWN, OWN + 13)
 )
 """Words of a norm's job; an address of 0 means that there is none. EPS holds a float32. RESIDUAL is added to the
-result. NARROWED is where the quantised result is written. Without a WEIGHT, rows are quantised without a norm."""
+result. NARROWED is where the quantised result is written: for coarse weights if COARSELY is not 0, else for packed
+blocks. Without a WEIGHT, rows are quantised without a norm."""
 ROWS_PER_CHUNK = 16
 
 
@@ -43,7 +45,11 @@ def norm(job, chunk, scratch):
             residual_row = residual + row * word(job, RESIDUAL_STRIDE) if residual != 0 else 0
             norm_row(x, k, word(job, WEIGHT), load_f32(job + 8 * EPS), out, residual_row)
         if narrowed != 0:
-            narrow_row(out, k, narrowed + row * word(job, NARROWED_STRIDE))
+            target = narrowed + row * word(job, NARROWED_STRIDE)
+            if word(job, COARSELY) != 0:
+                narrow_row_coarsely(out, k, target)
+            else:
+                narrow_row(out, k, target)
 
 
 NORM = Kernel(norm, FLOAT32)

@@ -25,8 +25,8 @@ FAST_HERE: bool = {"+avx2", "+fma", "+f16c"} <= _FEATURES
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Element types in memory. In registers all elements are float32."""
-FOUR_BITS, EIGHT_BITS = 3, 4
-"""Element types of packed weights: see packed.py."""
+FOUR_BITS, EIGHT_BITS, COARSE = 3, 4, 5
+"""Element types of packed weights: see packed.py and coarse.py."""
 ITEM_BYTES = (4, 2, 2)
 
 _VECTOR = ir.VectorType(F32, LANES)
