@@ -312,8 +312,13 @@ class Pacer:
         found = self._drafting
         if 2 * len(self._chosen) <= len(paced) or not found.rate or not found.plain_rate:
             return False
-        lost_s = len(paced) / found.plain_rate * (1.0 - found.plain_rate / found.rate)
-        if self._credit_s < lost_s:
+        # The drafts that wait have been paid for: without them, all that they would gain is lost. The next ones may
+        # gain more than is expected, so that what they cost is not taken off.
+        waiting = (request.pace.pending for request in paced if request.pace is not None)
+        waiting_tokens = sum(sum(each.joint) for each in waiting if each is not None)
+        next_tokens = len(self._chosen) * self._outlook.values[self._outlook.at(found.policy) + 1]
+        lost_s = (waiting_tokens + next_tokens) / found.rate
+        if not waiting_tokens or self._credit_s < lost_s:
             return False
         self._credit_s -= lost_s
         self.counts.pauses += 1
