@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.scheduler.pacing import choice
 from outrider.scheduler.pacing.choice import (
+    CAUTION,
     NEGLIGIBLE,
     ChainPasses,
     StepSeconds,
@@ -39,10 +40,10 @@ def net_of(
     joint: list[list[float]], counts: list[int], base: int, rows_s: Callable[[int], float], rate: float
 ) -> float:
     gain = sum(sum(each[:count]) for each, count in zip(joint, counts, strict=True))
-    return gain - rate * (rows_s(base + sum(counts)) - rows_s(base))
+    return gain - CAUTION * rate * (rows_s(base + sum(counts)) - rows_s(base))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     joint=st.lists(falling, min_size=1, max_size=3),
     prices=st.lists(st.sampled_from((0.0, 0.02, 0.3, 2.0)), min_size=20, max_size=20),
@@ -88,6 +89,7 @@ def outlooks(seed: int, count: int, chain: bool) -> list[Outlook]:
     return found
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 50),
     count=st.integers(0, 9),
@@ -129,6 +131,7 @@ def test_where_drafting_costs_by_request_only_those_that_are_worth_it_get_drafts
     assert sorted(found.requests) == [1, 3]
 
 
+@settings(deadline=None)
 @given(chances=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6))
 def test_a_pass_of_a_batch_is_run_if_any_request_makes_it(chances: list[float]) -> None:
     """One request in ten goes on: among many, nearly always one does."""

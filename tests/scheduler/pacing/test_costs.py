@@ -26,7 +26,8 @@ def learnt(rounds: int = 60) -> StepCosts:
 
 def expected_s(costs: StepCosts, shape: StepShape) -> float:
     target_s = costs.target_s(shape.rows, shape.requests, shape.keys)
-    return target_s + costs.draft_s(shape.fed, shape.passes) + costs.host_s(shape.requests)
+    host_s = costs.host_s(shape.requests, drafting=shape.rows > shape.requests or bool(shape.passes))
+    return target_s + costs.draft_s(shape.fed, shape.passes) + host_s
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import exp, log
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.scheduler.pacing.curves import KNOTS, Curve
@@ -16,9 +16,9 @@ def flat() -> Curve:
     return Curve([1.0] * len(KNOTS))
 
 
-def teach(curve: Curve, count: int, seconds: float, times: int) -> None:
-    for _ in range(times):
-        curve.learn(count, log(seconds / curve.at(count)))
+def teach(curve: Curve, count: int, seconds: float, times: int, *, first_step: int = 0) -> None:
+    for step in range(first_step, first_step + times):
+        curve.learn(count, log(seconds / curve.at(count)), step)
 
 
 def test_nothing_costs_nothing() -> None:
@@ -26,6 +26,7 @@ def test_nothing_costs_nothing() -> None:
     assert flat().at(-1) == 0.0
 
 
+@settings(deadline=None)
 @given(low=st.integers(0, len(KNOTS) - 2), fraction=st.floats(0, 1))
 def test_between_two_knots_a_curve_is_a_straight_line(low: int, fraction: float) -> None:
     curve = Curve([float(knot) ** 1.5 for knot in KNOTS])
@@ -76,6 +77,7 @@ def test_a_curve_that_fell_is_expected_to_stay_flat() -> None:
     assert curve.at(64) == pytest.approx(9.0)
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 2000), seconds=st.floats(1e-5, 10.0))
 def test_a_count_that_is_observed_again_and_again_gets_its_value(count: int, seconds: float) -> None:
     curve = flat()
@@ -86,7 +88,7 @@ def test_a_count_that_is_observed_again_and_again_gets_its_value(count: int, sec
 def test_what_is_older_than_some_hundred_observations_is_forgotten() -> None:
     curve = flat()
     teach(curve, 4, 1.0, 500)
-    teach(curve, 4, 3.0, 250)
+    teach(curve, 4, 3.0, 250, first_step=500)
     assert curve.at(4) == pytest.approx(3.0, rel=0.05)
 
 
@@ -104,7 +106,16 @@ def test_a_knot_that_is_observed_for_long_takes_its_neighbours_along() -> None:
     for count in (3, 4, 5):
         curve.put(count, 1.0, 50.0)
     for _ in range(20):
-        curve.learn(4, 0.1)
+        curve.learn(4, 0.1, 0)
     moved = exp(0.02 * 0.1 * 20)
     assert curve.at(4) == pytest.approx(moved, rel=1e-3)
     assert 1.0 < curve.at(5) < moved
+
+
+def test_a_knot_that_was_not_observed_for_long_is_soon_learnt_anew() -> None:
+    curve, steady = flat(), flat()
+    for each, first_step in ((curve, 2000), (steady, 500)):
+        teach(each, 4, 1.0, 500)
+        teach(each, 4, 3.0, 5, first_step=first_step)
+    assert curve.at(4) == pytest.approx(3.0, rel=0.05)
+    assert steady.at(4) < 1.5

@@ -6,7 +6,7 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.scheduler.pacing.outlook import CHAIN_VERIFIES_FROM, PRICES, Outlook, Policy, extended
@@ -36,6 +36,7 @@ def chain(joint: tuple[float, ...], size: int, price: float) -> tuple[float, flo
     return len(proposed), sum(proposed), passes
 
 
+@settings(deadline=None)
 @given(joint=joints)
 def test_a_block_is_verified_as_far_as_its_drafts_are_likely_enough(joint: tuple[float, ...]) -> None:
     outlook = Outlook(SIZES, chain=False)
@@ -45,6 +46,7 @@ def test_a_block_is_verified_as_far_as_its_drafts_are_likely_enough(joint: tuple
         assert values[at : at + 2] == pytest.approx(block(joint, SIZES[policy.size], PRICES[policy.price]))
 
 
+@settings(deadline=None)
 @given(joint=joints)
 def test_a_chain_goes_on_as_long_as_its_drafts_are_likely_enough(joint: tuple[float, ...]) -> None:
     outlook = Outlook(SIZES, chain=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.scheduler.pacing.worth import PLACES, Calibration, RequestShifts, Source
@@ -54,6 +54,7 @@ def test_places_past_the_last_one_share_its_correction() -> None:
     assert calibration.conditional(DRAFTER, PLACES - 1, 0.9) == calibration.conditional(DRAFTER, 4 * PLACES, 0.9) < 0.2
 
 
+@settings(deadline=None)
 @given(given_=st.lists(probabilities, min_size=1, max_size=12), shift=st.floats(-4, 4), seed=st.integers(0, 9))
 def test_joint_probabilities_never_rise_and_are_products(given_: list[float], shift: float, seed: int) -> None:
     calibration, random = Calibration(), Random(seed)

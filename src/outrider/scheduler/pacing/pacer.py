@@ -325,8 +325,13 @@ class Pacer:
         self._since_pause += 1
         if self._since_pause <= PAUSE_AFTER:
             return False
-        lost_s = len(paced) / found.plain_rate * (1.0 - found.plain_rate / found.rate)
-        if self._credit_s < lost_s:
+        # The drafts that wait have been paid for: without them, all that they would gain is lost. The next ones may
+        # gain more than is expected, so that what they cost is not taken off.
+        waiting = (request.pace.pending for request in paced if request.pace is not None)
+        waiting_tokens = sum(sum(each.joint) for each in waiting if each is not None)
+        next_tokens = len(self._chosen) * self._outlook.values[self._outlook.at(found.policy) + 1]
+        lost_s = (waiting_tokens + next_tokens) / found.rate
+        if not waiting_tokens or self._credit_s < lost_s:
             return False
         self._credit_s -= lost_s
         self._since_pause = 0

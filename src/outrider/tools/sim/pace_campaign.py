@@ -15,8 +15,8 @@ from outrider.tools.sim.pace_load import Load, Machine, Tape
 from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, rate
 
 SLACK = 0.97
-STEPS = 1000
-LEARNING_STEPS = 200
+STEPS = 1600
+LEARNING_STEPS = 400
 """Number of steps that do not count, at the beginning and after a change in the middle."""
 
 # Every row costs time, as on a few cores.
