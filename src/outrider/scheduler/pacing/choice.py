@@ -21,8 +21,8 @@ from operator import itemgetter
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy
 
 CAUTION = 1.1
-"""What a gain must be at least of its cost: the time is certain to pass, the gain is an estimate, and the largest of many
-estimates is usually too large."""
+"""What a gain must be at least of its cost: the time is certain to pass, the gain is an estimate, and the largest of
+many estimates is usually too large."""
 NEGLIGIBLE = 0.004
 """Drafts that are less likely are not worth a look."""
 
