@@ -32,7 +32,11 @@ OWN_RATE, SHARED_RATE = 0.08, 0.02
 RETURN_RATE = 0.04
 """How far the outlook of a request that is not drafted for returns to that of all requests, per choice: what its text
 was like before says less and less about how it goes on."""
-CHOOSE_EVERY = 4
+FIRST_OWN, FIRST_SHARED = 4, 8
+"""Number of proposals that the first outlook counts for: at first an outlook learns faster than it does later."""
+PAUSE_AFTER = 24
+"""Least number of steps with drafts before one without."""
+CHOOSE_EVERY = 8
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
 USUAL_CONTINUATION = 0.75
@@ -83,11 +87,13 @@ class Pace:
 class RequestPace:
     """What the pacer knows of one request."""
 
-    __slots__ = ("outlook", "pending", "probing", "shifts")
+    __slots__ = ("outlook", "pending", "probing", "proposals", "shifts")
 
     def __init__(self, outlook: Outlook) -> None:
         self.outlook = outlook
         self.shifts = RequestShifts()
+        self.proposals = 0
+        """Number of proposals that the outlook is made of."""
         self.pending: Proposed | None = None
         """The drafts that wait for verification; None if there are none, or if nothing is known of them."""
         self.probing = False
@@ -128,6 +134,7 @@ class Pacer:
         sizes = tuple(sizes) or (1,)
         self._outlook = Outlook(sizes, chain=footprint.proposing is Proposing.CHAIN)
         """That of all requests."""
+        self._proposals = 0
         self._continuation = USUAL_CONTINUATION
         """Mean probability that a draft is accepted if all before it are."""
         self._rate = 0.0
@@ -139,6 +146,7 @@ class Pacer:
         """Tokens that the time of one more target row was worth at the last step."""
         self._credit_s = 0.0
         self._turn = 0
+        self._since_pause = 0
         self._newcomers_k = sizes[-1] if self._asks_drafter else 0
 
     def reset(self) -> None:
@@ -148,6 +156,7 @@ class Pacer:
         self._outlook = Outlook(self._outlook.sizes, chain=self._outlook.chain)
         self._continuation = USUAL_CONTINUATION
         self.last_seen = None
+        self._proposals = 0
         self._observed, self._rate, self._credit_s, self._chosen_for = (0.0, 0.0), 0.0, 0.0, -1
         self._newcomers_k = self._outlook.sizes[-1] if self._asks_drafter else 0
 
@@ -311,11 +320,16 @@ class Pacer:
         """Whether this step runs without drafts because few steps have lately: what is not observed is not known."""
         found = self._drafting
         if 2 * len(self._chosen) <= len(paced) or not found.rate or not found.plain_rate:
+            self._since_pause = 0
+            return False
+        self._since_pause += 1
+        if self._since_pause <= PAUSE_AFTER:
             return False
         lost_s = len(paced) / found.plain_rate * (1.0 - found.plain_rate / found.rate)
         if self._credit_s < lost_s:
             return False
         self._credit_s -= lost_s
+        self._since_pause = 0
         self.counts.pauses += 1
         return True
 
@@ -395,8 +409,10 @@ class Pacer:
             per_place = (joint[-1] / joint[0]) ** (1.0 / (len(joint) - 1))
             self._continuation += SHARED_RATE * (per_place - self._continuation)
         found = self._outlook.of(extended(joint, sizes[-1], self._continuation))
-        request.outlook.learn(found, OWN_RATE)
-        self._outlook.learn(found, SHARED_RATE)
+        request.proposals += 1
+        self._proposals += 1
+        request.outlook.learn(found, max(OWN_RATE, 1.0 / (FIRST_OWN + request.proposals)))
+        self._outlook.learn(found, max(SHARED_RATE, 1.0 / (FIRST_SHARED + self._proposals)))
 
     def observe(self, shape: StepShape, times: StepTimes, *, tokens: int) -> None:
         """Learns from how long a step took. Its `tokens` were committed."""

@@ -24,10 +24,10 @@ MAX_AGE_S = 0.2
 
 @router.get("/speculation", responses=PROBLEMS, summary="How much is speculated just now, and why")
 async def speculation(request: Request) -> Response:
-    return json_answer(_as_json(await service_of(request).speculation(max_age_s=MAX_AGE_S)))
+    return json_answer(as_json(await service_of(request).speculation(max_age_s=MAX_AGE_S)))
 
 
-def _as_json(told: Speculation) -> dict[str, Any]:
+def as_json(told: Speculation) -> dict[str, Any]:
     """Returns the figures as JSON. They are of all tenants together, and have neither texts nor tokens."""
     counts = told.counts
     return {
