@@ -272,7 +272,8 @@ def test_a_drafter_that_drafts_worse_from_the_cache_has_stale_kv(
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_without_taps_only_the_cache_is_examined_if_there_is_one(target: LoadedModel, caches: bool) -> None:
-    report = examine_drafter(tiny_engine(target, enable_prefix_caching=caches), SpeculativeConfig(method="ngram"))
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    report = examine_drafter(tiny_engine(target, enable_prefix_caching=caches), speculation)
     assert report.diagnosis in (Diagnosis.FITS, Diagnosis.WEAK)
     assert report.figures is not None
     assert (report.figures.warm is not None) == caches

@@ -20,6 +20,7 @@ from outrider.engine.step_costs import know_costs
 from outrider.sampling import SamplingParams
 from outrider.scheduler.pacing.curves import KNOTS
 from outrider.server.engine_process.facts import counters_of
+from outrider.server.engine_process.warm_up import warm_up
 from outrider.speculative.lookup import Lookup
 
 PROMPTS = [[5, 6, 7] * 8, [9, 1, 2]]
@@ -50,7 +51,9 @@ def costs_of(engine: Engine) -> dict[str, list[tuple[int, float]]]:
 
 
 def assert_as_new(engine: Engine) -> None:
-    new, pacer = tiny_engine(), engine.pacer
+    pacer = engine.pacer
+    assert pacer is not None
+    new = choosing() if pacer.sizes else looking_up()
     assert not engine.has_work
     assert engine.live_requests == []
     assert engine.scheduler.requests == {}
@@ -60,7 +63,6 @@ def assert_as_new(engine: Engine) -> None:
     none = {"prompt_tokens": 0, "generated_tokens": 0, "aborted": 0}
     assert counters_of(engine, **none) == counters_of(new, **none)
     assert engine.scheduler.num_stalls == 0
-    assert pacer is not None
     assert pacer.forced is None
     assert pacer.last_seen is None
     assert pacer.counts == type(pacer.counts)()
@@ -71,6 +73,16 @@ def assert_as_new(engine: Engine) -> None:
     lookup = engine.runner.drafting.lookup
     assert isinstance(lookup, Lookup)
     assert (lookup.lookups, lookup.shared_tokens, lookup.memory_bytes) == (0, 0, 0)
+
+
+def test_warming_up_leaves_no_counts() -> None:
+    engine = looking_up()
+    warm_up(engine)
+    lookup = engine.runner.drafting.lookup
+    assert lookup is not None
+    assert (lookup.lookups, lookup.own_hits, lookup.shared_hits) == (0, 0, 0)
+    know_costs(engine)
+    assert_as_new(engine)
 
 
 @pytest.mark.parametrize("build", [choosing, looking_up])

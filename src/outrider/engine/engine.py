@@ -372,6 +372,8 @@ class Engine:
         """Counts from zero: the requests so far were not a user's."""
         self.scheduler.clear_counts()
         self.speculation.clear()
+        if self.runner.drafting.lookup is not None:
+            self.runner.drafting.lookup.clear_counts()
         if self.transfers is not None:
             self.transfers.recomputed_prompts = 0
 

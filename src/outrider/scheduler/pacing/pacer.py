@@ -158,6 +158,9 @@ class Pacer:
         self.last_seen = None
         self._proposals = 0
         self._observed, self._rate, self._credit_s, self._chosen_for = (0.0, 0.0), 0.0, 0.0, -1
+        self._drafting = Drafting((), Policy(len(self._outlook.sizes) - 1, 3), rate=0.0, plain_rate=0.0)
+        self._chosen, self._choice_age, self._row_price = frozenset(), 0, 0.0
+        self._turn = self._since_pause = 0
         self._newcomers_k = self._outlook.sizes[-1] if self._asks_drafter else 0
 
     @property

@@ -85,6 +85,10 @@ class Lookup:
         """Drops what is kept for a request; its text is not shared."""
         self._own.pop(key, None)
 
+    def clear_counts(self) -> None:
+        """Counts calls, and what they found, from zero."""
+        self.lookups = self.own_hits = self.shared_hits = 0
+
     def reset(self) -> None:
         """Drops all finished texts. Requests keep what they copy from themselves."""
         self._indexed_tokens, self._evicted_texts = self.indexed_tokens, self.evicted_texts

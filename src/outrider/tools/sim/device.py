@@ -230,7 +230,7 @@ class FakeDevice:
         taps: dict[int, bytes],
     ) -> None:
         """Propose what the drafter finds, or what was found without it. In between, the drafter may have written
-        scratch for drafts that are not verified."""
+        scratch for drafts that are never verified."""
         request.drafts = []
         source = Source.DRAFTER
         free = paced.free_drafts(

@@ -91,7 +91,7 @@ _BLOCK = _ShapeOnly(name="block", proposing=Proposing.BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What could be proposed for a request at one step, under every policy."""
+    """What could be proposed for a request at one step, under any policy."""
 
     confident: tuple[float, ...]
     """The drafter's own probabilities of its drafts."""
