@@ -58,6 +58,8 @@ class SpeculativeConfig:
     means yes unless num_speculative_tokens or draft_confidence is given, which fix how much is drafted."""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    """Longest run of last tokens that n-gram look-up compares, where the number of drafts is fixed. Where the engine
+    chooses, it compares up to 32 tokens, since a longer match is a surer one."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
