@@ -97,3 +97,9 @@ def test_ctrl_c_ends_a_campaign() -> None:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_mutation_of_pacing_is_tried_on_synthetic_machines() -> None:
+    run = outrider("sim", "--mutate", "cost_model_that_never_forgets")
+    assert run.returncode == 1, run.stdout
+    assert "I12: the pacer reaches" in run.stdout

@@ -19,8 +19,9 @@ from outrider.cli.terminal import errors, progress_bar
 from outrider.errors import ConfigError
 from outrider.tools.sim.campaign import SITUATIONS, Tally, run_campaign
 from outrider.tools.sim.drawing import draw
-from outrider.tools.sim.mutation_table import MUTATIONS
-from outrider.tools.sim.mutations import MutationResult, try_mutation
+from outrider.tools.sim.mutation import PACE
+from outrider.tools.sim.mutation_table import MUTATIONS, mutation_named
+from outrider.tools.sim.mutations import MutationResult, try_mutation, try_on_machines
 from outrider.tools.sim.replay import Trace, record, replay, shrink
 from outrider.tools.sim.scenario import PHASE_FAULTS, PHASES, phase_fault
 from outrider.tools.wording import counted
@@ -232,6 +233,11 @@ def _mutations(seed: int, as_json: bool) -> None:
 
 
 def _mutate(name: str, seed: int, scenarios: int, trace_dir: Path, shrink_it: bool) -> None:
+    mutation = mutation_named(name)
+    if mutation is not None and mutation.invariant == PACE:
+        tried = try_on_machines(mutation, seed)
+        console.print(f"[red]{tried.invariant}[/red]: {escape(tried.message)}" if tried.caught else tried.message)
+        raise typer.Exit(1 if tried.caught else 0)
     for index in range(scenarios):
         result, trace = record(draw(seed, index), name)
         if result.failure is None:

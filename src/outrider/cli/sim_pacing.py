@@ -25,10 +25,12 @@ def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_js
     if as_json:
         print(json.dumps([result.as_json() for result in results]))
     else:
-        console.print(_table(results))
+        for seed in seeds:
+            console.print(_table(seed, [result for result in results if result.seed == seed]))
         console.print(
-            "Rates are tokens per second. Of best: what the pacer reaches of the best fixed number of drafts, none "
-            f"included; at least {SLACK}. Of oracle: what it reaches of one that knows which drafts will be accepted.",
+            "Rates are tokens per second; best fixed: with the best fixed number of drafts, which is given behind it. "
+            f"Of best: what the pacer reaches of that, or of plain if that is more; at least {SLACK}. "
+            "Of oracle: what it reaches of one that knows which drafts will be accepted.",
             soft_wrap=True,
         )
         for result in problems:
@@ -36,21 +38,19 @@ def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_js
     return not problems
 
 
-def _table(results: Sequence[PaceResult]) -> Table:
-    table = Table(title="the pacer on synthetic machines", title_justify="left")
-    table.add_column("machine and load", overflow="fold")
-    for column in ("seed", "plain", "best fixed", "k", "paced", "oracle", "of best", "of oracle"):
+def _table(seed: int, results: Sequence[PaceResult]) -> Table:
+    table = Table(title=f"the pacer on synthetic machines, seed {seed}", title_justify="left", box=None)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("machine and load", no_wrap=True)
+    for column in ("plain", "best fixed", "paced", "of best", "of oracle"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         style = "bold red" if result.problem is not None else "green"
         table.add_row(
             escape(result.load),
-            str(result.seed),
             f"{result.plain:.1f}",
-            f"{result.best_fixed:.1f}",
-            str(result.best_k),
+            f"{result.best_fixed:.1f} ({result.best_k})",
             f"{result.paced:.1f}",
-            f"{result.oracle:.1f}",
             f"[{style}]{result.ratio:.3f}[/{style}]",
             f"{result.paced / result.oracle:.3f}",
         )

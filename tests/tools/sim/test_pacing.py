@@ -7,7 +7,16 @@ from itertools import product
 
 import pytest
 
-from outrider.tools.sim.pace_campaign import CHANGING_LOADS, CPU, LOADS, SLACK, PaceResult, run_load, run_pace_campaign
+from outrider.tools.sim.pace_campaign import (
+    CHANGING_LOADS,
+    CPU,
+    LEARNING_STEPS,
+    LOADS,
+    SLACK,
+    PaceResult,
+    run_load,
+    run_pace_campaign,
+)
 from outrider.tools.sim.pace_load import Load, Tape
 from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, Run, rate
 
@@ -26,8 +35,9 @@ def test_where_requests_differ_the_pacer_is_better_than_any_fixed_number() -> No
 
 def test_a_run_is_the_same_every_time() -> None:
     load = CHANGING_LOADS[0]
-    assert run_load(load, seed=3, steps=400) == run_load(load, seed=3, steps=400)
-    assert run_load(load, seed=3, steps=400) != run_load(load, seed=4, steps=400)
+    steps = 2 * LEARNING_STEPS + 100
+    assert run_load(load, seed=3, steps=steps) == run_load(load, seed=3, steps=steps)
+    assert run_load(load, seed=3, steps=steps) != run_load(load, seed=4, steps=steps)
 
 
 def test_all_policies_meet_the_same_drafts_and_the_same_noise() -> None:

@@ -58,7 +58,8 @@ def default_worker(method: str, role: str | None, *, transfer: dict[str, Any], *
         EngineConfig(
             num_threads=1,
             kv_cache_memory_bytes=1 << 28,
-            speculative_config=SpeculativeConfig(method=method),
+            # Acceptance is compared step by step, so that how much is drafted must not depend on the time.
+            speculative_config=SpeculativeConfig(method=method, draft_confidence=0.2),
             kv_transfer_config=None if role is None else transfer_config(role, **transfer),
             **settings,
         )

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from tests.requirements import require
@@ -473,19 +474,24 @@ def test_a_connection_that_is_not_used_is_closed_and_made_again(
     monkeypatch.setattr(nixl_link, "IDLE_SLEEP_S", 0.05)
     source, destination = filled(SMALL, page_tokens=16, seed=1), Pages(SMALL, 16, 0)
 
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+    def opened_since(before: set[str]) -> set[str]:
+        """Names of what was opened and is still open; what earlier tests left open may be closed meanwhile."""
+        found = set()
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                found.add(os.readlink(f"/proc/self/fd/{number}"))
+        return found - before
 
     with reader(destination, transport=transport) as link:
-        before = descriptors()
+        before = opened_since(set())
         greet(link, prefiller.endpoint)
         for number in range(2):
             read_and_compare(link, prefiller.endpoint, source, destination, Interval(0, 100), number)
-            assert descriptors() > before
+            assert opened_since(before)
             end_s = time.monotonic() + 5
-            while descriptors() > before and time.monotonic() < end_s:
+            while opened_since(before) and time.monotonic() < end_s:
                 time.sleep(0.05)
-            assert descriptors() <= before
+            assert not opened_since(before)
         link.send(prefiller.endpoint, Hello(digest=b"another", reader="decode"))
         (event,) = collect(link, 1)
         assert isinstance(event, Received)

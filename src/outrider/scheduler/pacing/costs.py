@@ -103,8 +103,8 @@ class StepCosts:
 
     # ---- observations ------------------------------------------------------------------------------
 
-    def observe(self, shape: StepShape, times: StepTimes) -> None:
-        """Learns from a step that had no rows of prompts."""
+    def observe(self, shape: StepShape, times: StepTimes) -> float:
+        """Learns from a step that had no rows of prompts. Returns the logarithm of (observed / expected)."""
         host_s = max(1e-7, times.total_s - times.target_s - times.draft_s)
         expected = self.target_s(shape.rows, shape.requests, shape.keys)
         drafted = self.draft_s(shape.fed, shape.passes)
@@ -114,7 +114,7 @@ class StepCosts:
         if not self._observed:
             self._observed = True
             self._adopt(times.total_s / (expected + drafted + hosted))
-            return
+            return 0.0
         overall = _error(times.total_s, expected + drafted + hosted)
         self.speed *= exp(SPEED_RATE * overall)
         self._learn_target(shape, _error(times.target_s, expected))
@@ -122,6 +122,7 @@ class StepCosts:
             self._learn_draft(shape, _error(times.draft_s, drafted))
         curve = self.drafting_host if drafting else self.host
         curve.learn(shape.requests, _error(host_s, hosted), self._steps)
+        return overall
 
     def _learn_target(self, shape: StepShape, error: float) -> None:
         curve = self.target.at(shape.rows)

@@ -85,29 +85,50 @@ class Curve:
         low, fraction = _PLACES[count] if count <= 512 else _place(count)
         fraction = min(fraction, 1.0)
         is_new = False
+        before_s = self.at(count)
         for knot, weight in ((low, 1.0 - fraction), (low + 1, fraction)):
             if weight > 0.0:
                 before = self._seen[knot]
-                seen = before * exp((self._last[knot] - step) / FORGOTTEN_AFTER)
+                seen = self._weight(knot, step)
                 is_new |= before < 0.5 <= seen + weight
                 # Never unknown again: a value that is old is better than none.
                 self._seen[knot] = max(min(before, 0.5), seen + weight)
                 self._last[knot] = step
                 self.values[knot] *= exp(error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
-                self._drift_beside(knot, 0.5 * error * weight * LEAST_RATE)
+        high = low + 1 if fraction > 0.0 else low
+        self._shift_forgotten(low, high, self.at(count) - before_s, step)
+        self._keep_rising(low, high, step)
         self._since_fill += 1
         if is_new or self._since_fill >= REFILL_AFTER:
             self._fill()
 
-    def _drift_beside(self, knot: int, change: float) -> None:
-        """Changes the neighbours of a knot, half as much as it changes once it has settled: the slopes, which say what
-        a further row costs, should not change because only one knot is observed for a while. What a knot without
-        observations learns at first says nothing of its neighbours."""
-        values, factor = self.values, exp(change)
-        if knot > 0:
-            values[knot - 1] *= factor
-        if knot + 1 < len(values):
-            values[knot + 1] *= factor
+    def _keep_rising(self, low: int, high: int, step: int) -> None:
+        """Corrects the knots that contradict those just observed, which are `low` to `high`: fewer rows never take
+        longer, nor more rows less. What was observed itself lately is hardly corrected."""
+        values = self.values
+        for at in range(low - 1, -1, -1):
+            if values[at] <= values[at + 1]:
+                break
+            values[at] += (values[at + 1] - values[at]) / (1.0 + self._weight(at, step))
+        for at in range(high + 1, len(values)):
+            if values[at] >= values[at - 1]:
+                break
+            values[at] += (values[at - 1] - values[at]) / (1.0 + self._weight(at, step))
+
+    def _weight(self, knot: int, step: int) -> float:
+        """Weight of what was observed at a knot, and not forgotten since."""
+        return self._seen[knot] * exp((self._last[knot] - step) / FORGOTTEN_AFTER)
+
+    def _shift_forgotten(self, low: int, high: int, change_s: float, step: int) -> None:
+        """Moves the knots that were not observed lately along with those just observed, which are `low` to `high`: what
+        a further row costs should not change because only one number of rows is run for a while."""
+        values = self.values
+        for way in (range(low - 1, -1, -1), range(high + 1, len(values))):
+            for knot in way:
+                weight = self._weight(knot, step)
+                if weight >= 1.0:
+                    break
+                values[knot] = max(0.1 * values[knot], values[knot] + (1.0 - weight) * change_s)
 
     def put(self, count: int, seconds: float, weight: float) -> None:
         """Sets the value of a knot, as if it had been observed `weight` times."""

@@ -23,11 +23,13 @@ from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts
 
 PROBING_PART = 0.005
 """Part of the time that goes into drafts which are not expected to pay."""
-MOST_SAVED = 1.0
+MOST_SAVED = 3.0
 """Most time that may be saved up for such drafts, in steps."""
+SURPRISE = -0.2
+"""Logarithm of (observed / expected) time from which on a step with drafts was surprisingly fast."""
 PROBED_DRAFTS = 3
 """Number of drafts that are verified to find out whether drafting pays again."""
-OWN_RATE, SHARED_RATE = 0.08, 0.02
+OWN_RATE, SHARED_RATE = 0.04, 0.02
 """Weight of the last proposal in the outlook of its request, and in that of all requests."""
 RETURN_RATE = 0.04
 """How far the outlook of a request that is not drafted for returns to that of all requests, per choice: what its text
@@ -294,8 +296,8 @@ class Pacer:
                 joint.append(())
                 base += request.drafts
             elif pace.probing:
+                # On top of what pays: rows that are never run would stay as expensive as they once were.
                 request.drafts = min(request.drafts, PROBED_DRAFTS)
-                base += request.drafts
                 joint.append(())
             else:
                 joint.append(pace.pending.joint[: request.drafts])
@@ -345,8 +347,9 @@ class Pacer:
         """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
         drafts for one."""
         sizes = self._outlook.sizes
-        size = sizes[0]
-        probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(0, 0))
+        number = next((n for n, size in enumerate(sizes) if size >= PROBED_DRAFTS), len(sizes) - 1)
+        size = sizes[number]
+        probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(number, 0))
         probe_s += self._more_rows_s(rows, PROBED_DRAFTS)
         if self._credit_s < probe_s or not paced:
             return
@@ -359,9 +362,9 @@ class Pacer:
                 request.wanted, pace.probing = min(request.k, size), True
                 self.counts.probes += 1
                 return
-        if self._drafting.policy.size < len(sizes) - 1:
-            most = Policy(len(sizes) - 1, 0)
-            self._credit_s -= self._passes(1, [(1.0, 1.0)] * sizes[-1], most)
+        most_s = self._passes(1, [(1.0, 1.0)] * sizes[-1], Policy(len(sizes) - 1, 0))
+        if self._drafting.policy.size < len(sizes) - 1 and self._credit_s >= most_s:
+            self._credit_s -= most_s
             request = paced[self._turn % len(paced)]
             request.wanted = min(request.k, sizes[-1])
 
@@ -435,7 +438,10 @@ class Pacer:
             self.counts.drafting_steps += 1
         else:
             self.counts.plain_steps += 1
-        self.costs.observe(shape, times)
+        error = self.costs.observe(shape, times)
+        if error < SURPRISE and (shape.passes or shape.rows > shape.requests):
+            # Drafts have become cheaper than they were: it is worth looking again at once.
+            self._credit_s = max(self._credit_s, times.total_s)
         rate = OBSERVED_RATE if self._observed[1] else 1.0
         before, before_s = self._observed
         self._observed = before + rate * (tokens - before), before_s + rate * (times.total_s - before_s)

@@ -22,8 +22,8 @@ POOLED_WEIGHT = 8.0
 """Number of observations that the correction over all places counts for at each place."""
 DECAY = 1.0 - 1.0 / 400.0
 """What an observation still counts for after the next one of its kind."""
-SHIFT_RATE = 0.25
-SHIFT_DECAY = 0.98
+SHIFT_RATE = 0.15
+SHIFT_DECAY = 0.982
 LARGEST_SHIFT = 4.0
 LEAST, MOST = 0.001, 0.999
 

@@ -284,7 +284,7 @@ def with_hand_offs(scenario: Scenario, random: Random) -> Scenario:
 
 def leaving_while_loading(scenario: Scenario, random: Random) -> Scenario:
     """Prompts that share most of a page with what their decode worker has cached, so that a page is copied while the
-    rest of it is read, and clients that leave just then."""
+    rest of it is read, and clients some of which leave just then."""
     stem = max((request.prompt for request in scenario.requests), key=len)
     requests = tuple(
         replace(
@@ -297,7 +297,8 @@ def leaving_while_loading(scenario: Scenario, random: Random) -> Scenario:
         )
         for number, request in enumerate(scenario.requests)
     )
-    faults = tuple(FaultDraw(at=0, kind="abort", target=request.id, phase="reading") for request in requests[1:])
+    leaving = [request for request in requests[1:] if random.random() < 0.6]
+    faults = tuple(FaultDraw(at=0, kind="abort", target=request.id, phase="reading") for request in leaving)
     return replace(
         scenario,
         peers=tuple(peer for peer in scenario.peers if peer.role == "prefill"),

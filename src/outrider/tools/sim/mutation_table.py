@@ -331,7 +331,7 @@ KV_MUTATIONS: tuple[Mutation, ...] = (
         story="loads arrive before the step that copies a page, which is published half empty",
         where="outrider.kv.manager:KVManager.may_finish_loading",
         change=patches.start_before_copies,
-        needs=needs("split", "in_flight"),
+        needs=needs("split", "in_flight", "aborted_reading"),
     ),
     Mutation(
         name="draft_slots_assumed_after_a_failed_load",

@@ -13,7 +13,7 @@ from outrider.tools.sim.pace_campaign import CHANGING_LOADS, STEPS, run_load
 from outrider.tools.sim.scenario import WEIGHTS, Scenario
 from outrider.tools.sim.world import Failure
 
-MOST_SCENARIOS = 1000
+MOST_SCENARIOS = 4000
 """Number of scenarios tried for one mutation before it counts as missed."""
 
 
@@ -105,7 +105,7 @@ def try_mutation(mutation: Mutation, seed: int) -> MutationResult:
     and the search goes on. Mutations of pacing are tried on synthetic machines instead.
     """
     if mutation.invariant == PACE:
-        return _try_on_machines(mutation, seed)
+        return try_on_machines(mutation, seed)
     tried = 0
     missed = MutationResult(mutation, None, 0, -1, 0, "no scenario noticed it")
     for index in range(10 * MOST_SCENARIOS):
@@ -135,7 +135,7 @@ def _first_failure(mutation: Mutation, scenario: Scenario) -> Failure | None:
     return failure
 
 
-def _try_on_machines(mutation: Mutation, seed: int) -> MutationResult:
+def try_on_machines(mutation: Mutation, seed: int) -> MutationResult:
     """Look for a load of the pacing campaign which the mutation slows down too much."""
     for index, load in enumerate(CHANGING_LOADS):
         with mutation.applied():

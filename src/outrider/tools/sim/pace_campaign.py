@@ -15,8 +15,8 @@ from outrider.tools.sim.pace_load import Load, Machine, Tape
 from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, rate
 
 SLACK = 0.97
-STEPS = 1600
-LEARNING_STEPS = 400
+STEPS = 2000
+LEARNING_STEPS = 200
 """Number of steps that do not count, at the beginning and after a change in the middle."""
 
 # Every row costs time, as on a few cores.
@@ -68,6 +68,7 @@ def _hard_loads(kind: str, chain: bool) -> tuple[Load, ...]:
         load("becomes bad", GPU, 4, 0.85, later_skill=0.1),
         load("machine gets busy", GPU, 6, 0.7, later=BUSY),
         load("machine gets free", BUSY, 6, 0.7, later=GPU),
+        load("fades from draft to draft", CPU, 1, 0.97, fading=4.0),
         load("look-up beside it", CPU, 4, 0.5, copied=0.3),
     )
 

@@ -53,6 +53,8 @@ class Load:
     """Standard deviation of the log-odds of that probability among requests, and among drafts."""
     overconfidence: float = 0.0
     """What the drafter adds to the log-odds of its probabilities."""
+    fading: float = 0.0
+    """By how much the log-odds fall with each draft of a proposal, which the drafter's probabilities do not say."""
     chain: bool = False
     copied: float = 0.0
     """Part of the proposals for which a look-up finds drafts too."""
@@ -126,7 +128,8 @@ class Tape:
         load, random = self.load, self._random
         chances = [_probability(_odds(skill) + ease + random.gauss(0.0, load.spread)) for _ in range(load.k)]
         confident = tuple(_probability(_odds(chance) + load.overconfidence) for chance in chances)
-        drawn = Drawn(confident, self._agreeing(chances))
+        faded = [_probability(_odds(chance) - load.fading * place) for place, chance in enumerate(chances)]
+        drawn = Drawn(confident, self._agreeing(faded))
         if random.random() >= load.copied:
             return drawn
         chances = [random.choice((0.3, 0.95))] * (2 * load.k)

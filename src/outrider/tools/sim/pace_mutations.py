@@ -25,17 +25,16 @@ def find_in_texts_of_all_salts(original: Any) -> Any:
 
 
 def keep_first_costs(original: Any) -> Any:
-    def observe(self: Any, shape: Any, times: Any) -> None:
+    def observe(self: Any, shape: Any, times: Any) -> float:
         self.observations = getattr(self, "observations", 0) + 1
-        if self.observations <= 100:
-            original(self, shape, times)
+        return original(self, shape, times) if self.observations <= 100 else 0.0
 
     return observe
 
 
 def observe_at_next_place(original: Any) -> Any:
     def observe(self: Any, source: Any, place: int, probability: float, *, accepted: bool) -> None:
-        original(self, source, place + 1, 1.0 - probability, accepted=accepted)
+        original(self, source, place + 1, probability, accepted=accepted)
 
     return observe
 
@@ -67,7 +66,7 @@ PACE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="calibration_by_the_wrong_place",
         invariant=PACE,
-        story="what was accepted corrects the place after it, and other probabilities than it had",
+        story="what was accepted at one place among the drafts corrects the place after it",
         where="outrider.scheduler.pacing.worth:Calibration.observe",
         change=observe_at_next_place,
     ),
