@@ -38,7 +38,7 @@ def test_a_stream_says_all_the_time_what_was_used_if_asked(client: openai.OpenAI
     options = {"model": "tiny", "max_tokens": 12, "temperature": 0.8, "seed": 5, "stream": True, "n": 2}
     for chunks in (
         list(client.completions.create(**options, prompt=PROMPT, stream_options=always)),
-        list(client.chat.completions.create(**options, messages=CHAT, stream_options=always))[2:],
+        list(client.chat.completions.create(**options, messages=CHAT, stream_options=always)),
     ):
         used = [chunk.usage.completion_tokens for chunk in chunks]
         assert used == sorted(used)
@@ -59,6 +59,17 @@ def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
     assert whole.choices[0].message.role == "assistant"
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_role_comes_with_the_first_token_and_not_before(client: openai.OpenAI) -> None:
+    """Clients that measure take the first chunk with a choice for the first token."""
+    options = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 6, "temperature": 0}
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, n=2, stream=True)]
+    assert [chunk.index for chunk in chunks if chunk.delta.role] == [0, 1]
+    for number, chunk in enumerate(chunks):
+        if chunk.delta.role:
+            assert chunks[number + 1].index == chunk.index
+            assert not chunks[number + 1].delta.role
 
 
 def test_prompts_come_as_text_ids_and_lists_of_either(client: openai.OpenAI, tiny: RunningServer) -> None:

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.engine_options import (
-    SPECULATIVE_EXAMPLE,
     AsJson,
     ModelOptions,
     PositionalModel,
@@ -48,6 +47,8 @@ PREFIX_HELP = (
     "  outrider bench prefix --no-random --model ./model --kv-retention tail --json"
 )
 
+FOUR_FROM_LOOK_UP = '{"method": "ngram", "num_speculative_tokens": 4}'
+
 
 @grouped
 def bench_prefix(
@@ -77,7 +78,7 @@ def bench_prefix(
     engine = EngineConfig(
         **(model.settings() | {"model": chosen_model(positional, model), "kv_retention": kv_retention})
     )
-    given = speculative_config or [*packaged_speculations(engine.model), SPECULATIVE_EXAMPLE]
+    given = speculative_config or [*packaged_speculations(engine.model), FOUR_FROM_LOOK_UP]
     speculations = [SpeculativeConfig.of(speculative_mapping(text)) for text in given]
     drafters = [each for each in speculations if each is not None]
     for drafter in drafters:

@@ -26,7 +26,7 @@ model_option = panel("Model")
 engine_option = panel("Engine")
 checking_option = panel("Checking")
 
-SPECULATIVE_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+SPECULATIVE_EXAMPLE = '{"method": "ngram"}'
 WITHOUT_A_NUMBER = (
     "With neither num_speculative_tokens nor draft_confidence the engine chooses at each step how much to draft."
 )

@@ -96,7 +96,7 @@ class Curve:
                 self._last[knot] = step
                 self.values[knot] *= exp(error * weight * max(LEAST_RATE, 1.0 / (1.0 + seen)))
         high = low + 1 if fraction > 0.0 else low
-        self._shift_forgotten(low, high, self.at(count) - before_s, step)
+        self._shift_forgotten(high, self.at(count) - before_s, step)
         self._keep_rising(low, high, step)
         self._since_fill += 1
         if is_new or self._since_fill >= REFILL_AFTER:
@@ -119,16 +119,15 @@ class Curve:
         """Weight of what was observed at a knot, and not forgotten since."""
         return self._seen[knot] * exp((self._last[knot] - step) / FORGOTTEN_AFTER)
 
-    def _shift_forgotten(self, low: int, high: int, change_s: float, step: int) -> None:
-        """Moves the knots that were not observed lately along with those just observed, which are `low` to `high`: what
-        a further row costs should not change because only one number of rows is run for a while."""
+    def _shift_forgotten(self, last: int, change_s: float, step: int) -> None:
+        """Moves the knots above the `last` one just observed along with it, where they were not observed lately: what a
+        further row costs should not change because only one number of rows is run for a while."""
         values = self.values
-        for way in (range(low - 1, -1, -1), range(high + 1, len(values))):
-            for knot in way:
-                weight = self._weight(knot, step)
-                if weight >= 1.0:
-                    break
-                values[knot] = max(0.1 * values[knot], values[knot] + (1.0 - weight) * change_s)
+        for knot in range(last + 1, len(values)):
+            weight = self._weight(knot, step)
+            if weight >= 1.0:
+                break
+            values[knot] = max(0.1 * values[knot], values[knot] + (1.0 - weight) * change_s)
 
     def put(self, count: int, seconds: float, weight: float) -> None:
         """Sets the value of a knot, as if it had been observed `weight` times."""

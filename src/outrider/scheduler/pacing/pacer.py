@@ -403,6 +403,7 @@ class Pacer:
             probability = pending.probabilities[place]
             now = pending.joint[place] / before if before > 0.0 else 0.0
             self.calibration.observe(pending.source, place, probability, accepted=agreed)
+            self.calibration.shift(pending.source, now, accepted=agreed)
             request.shifts.observe(pending.source, now, accepted=agreed)
             before = pending.joint[place]
 

@@ -1,8 +1,8 @@
 """What a draft is worth: the drafter's own probabilities, corrected by what was accepted.
 
-A drafter's probability says that the draft is accepted if all drafts before it are. It is corrected in three steps,
-each of which needs fewer observations than the next: by probability for each source of drafts, by place among the
-drafts, and by a shift of the log-odds for each request.
+A drafter's probability says that the draft is accepted if all drafts before it are. It is corrected in three steps: by
+probability for each source of drafts, by place among the drafts, and by shifts of the log-odds, one for all requests,
+which follows a change of the texts within a few steps, and one for each request.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ POOLED_WEIGHT = 8.0
 """Number of observations that the correction over all places counts for at each place."""
 DECAY = 1.0 - 1.0 / 400.0
 """What an observation still counts for after the next one of its kind."""
+SHARED_SHIFT_RATE, SHARED_SHIFT_DECAY = 0.05, 0.995
 SHIFT_RATE = 0.15
 SHIFT_DECAY = 0.982
 LARGEST_SHIFT = 4.0
@@ -62,6 +63,8 @@ class Calibration:
         self._accepted = [[[0.0] * bins for _ in range(PLACES + 1)] for _ in Source]
         """By source, place and bin; the last place stands for all of them."""
         self._drafts = [[[0.0] * bins for _ in range(PLACES + 1)] for _ in Source]
+        self._shifts = [0.0] * len(Source)
+        """By source: the shift of the log-odds for all requests."""
 
     def conditional(self, source: Source, place: int, probability: float, shift: float = 0.0) -> float:
         """The corrected probability that a draft is accepted if all before it are."""
@@ -71,6 +74,7 @@ class Calibration:
         row = place if place < PLACES else PLACES - 1
         found = (accepted[row][number] + POOLED_WEIGHT * pooled) / (drafts[row][number] + POOLED_WEIGHT)
         found = LEAST if found < LEAST else MOST if found > MOST else found
+        shift += self._shifts[source]
         if shift:
             odds = found / (1.0 - found) * exp(shift)
             found = odds / (1.0 + odds)
@@ -95,6 +99,11 @@ class Calibration:
         for row in (min(place, PLACES - 1), PLACES):
             self._accepted[source][row][number] = self._accepted[source][row][number] * DECAY + accepted
             self._drafts[source][row][number] = self._drafts[source][row][number] * DECAY + 1.0
+
+    def shift(self, source: Source, expected: float, *, accepted: bool) -> None:
+        """Learns how the texts of just now differ from those before. `expected`: the probability with all shifts."""
+        shift = self._shifts[source] * SHARED_SHIFT_DECAY + SHARED_SHIFT_RATE * (accepted - expected)
+        self._shifts[source] = min(LARGEST_SHIFT, max(-LARGEST_SHIFT, shift))
 
 
 class RequestShifts:

@@ -86,6 +86,8 @@ class ChatChoice:
         self._parser = parser_for(body.tools, body.tool_choice)
         self._one_call = body.parallel_tool_calls is False
         self._closed = False
+        self.has_role = False
+        """Whether its role has been sent."""
         self.text: list[str] = []
         self.calls: list[ParsedCall] = []
         self.deltas: list[Delta] = []
@@ -127,9 +129,8 @@ class ChatWriter:
     # ---- as a stream -------------------------------------------------------------------------------
 
     def first(self) -> Iterable[bytes]:
-        for index in range(len(self._choices)):
-            delta = {"role": "assistant", "content": ""}
-            yield self._chunks.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        # The role comes with the first token: clients that measure take the first chunk with a choice for it.
+        return ()
 
     def delta(self, place: int, delta: Delta, totals: Totals) -> Iterable[bytes]:
         choice = self._choices[delta.index]
@@ -137,6 +138,12 @@ class ChatWriter:
         found = choice.take(delta, keep=not self._body.stream)
         if not self._body.stream:
             return
+        if not choice.has_role:
+            choice.has_role = True
+            role = {"role": "assistant", "content": ""}
+            used: dict[str, Any] = {"usage": totals.usage()} if self._body.wants_usage_always else {}
+            entry = {"index": delta.index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield self._chunks.chunk([entry], **used)
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
             content["tool_calls"] = [*_call_deltas(found.calls, before)]
