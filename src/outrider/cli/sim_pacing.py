@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.cli.terminal import progress_bar
-from outrider.tools.sim.pace_campaign import LOADS, SLACK, PaceResult, run_pace_campaign
+from outrider.tools.sim.pace_campaign import LOADS, MEAN_SLACK, SLACK, PaceResult, mean_ratio, run_pace_campaign
 
 
 def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_json: bool) -> bool:
@@ -22,6 +22,7 @@ def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_js
             seeds, processes=processes or os.cpu_count() or 1, progress=lambda: progress.advance(task)
         )
     problems = [result for result in results if result.problem is not None]
+    reached = mean_ratio(results)
     if as_json:
         print(json.dumps([result.as_json() for result in results]))
     else:
@@ -35,7 +36,13 @@ def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_js
         )
         for result in problems:
             console.print(f"[red]seed {result.seed}[/red]: {escape(result.problem or '')}")
-    return not problems
+        style = "green" if reached >= MEAN_SLACK else "bold red"
+        console.print(
+            f"On average the pacer reaches [{style}]{reached:.3f}[/{style}] of the best, where more than all of it "
+            f"counts as all; it must reach {MEAN_SLACK}.",
+            soft_wrap=True,
+        )
+    return not problems and reached >= MEAN_SLACK
 
 
 def _table(seed: int, results: Sequence[PaceResult]) -> Table:

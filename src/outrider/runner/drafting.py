@@ -215,6 +215,10 @@ class Drafting:
         pace = self._pace
         if self.lookup is None or pace is None or pace.lookup < 1 or most < 1 or pace.row_price >= CERTAIN:
             return None
+        own = request.record.pace
+        assert own is not None
+        if not own.looks_up(pace.row_price):
+            return None
         best, best_value = None, -1.0
         for match in self.lookup.find(request.id, request.salt, request.tokens, most):
             drafts = request.allowed(match.drafts)
@@ -224,6 +228,7 @@ class Drafting:
             drafts, value = drafts[: len(proposed.joint)], pace.value(proposed.joint)
             if drafts and value > best_value:
                 best, best_value = FreeProposal(drafts, proposed), value
+        own.looked_up(best_value)
         return best
 
     def _calibrated(

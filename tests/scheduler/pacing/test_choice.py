@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.scheduler.pacing import choice
 from outrider.scheduler.pacing.choice import (
+    MARGIN,
     NEGLIGIBLE,
     ChainPasses,
     StepSeconds,
@@ -39,7 +40,7 @@ def net_of(
     joint: list[list[float]], counts: list[int], base: int, rows_s: Callable[[int], float], rate: float
 ) -> float:
     gain = sum(sum(each[:count]) for each, count in zip(joint, counts, strict=True))
-    return gain - rate * (rows_s(base + sum(counts)) - rows_s(base))
+    return gain - MARGIN * rate * (rows_s(base + sum(counts)) - rows_s(base))
 
 
 @settings(max_examples=200, deadline=None)

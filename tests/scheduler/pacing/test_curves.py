@@ -119,3 +119,14 @@ def test_a_knot_that_was_not_observed_for_long_is_soon_learnt_anew() -> None:
         teach(each, 4, 3.0, 5, first_step=first_step)
     assert curve.at(4) == pytest.approx(3.0, rel=0.05)
     assert steady.at(4) < 1.5
+
+
+def test_what_was_just_observed_is_not_corrected_by_what_was_only_interpolated() -> None:
+    """Rows cost time in tiles: the first row of a tile costs as much as its last."""
+    curve = Curve([1.0 + 0.05 * knot for knot in KNOTS])
+    for step in range(200):
+        for count, seconds in ((8, 1.0), (9, 2.0)):
+            curve.learn(count, log(seconds / curve.at(count)), step)
+    assert curve.at(8) == pytest.approx(1.0, rel=0.02)
+    assert curve.at(9) == pytest.approx(2.0, rel=0.02)
+    assert all(curve.at(low) <= curve.at(high) for low, high in pairwise(range(1, 17)))

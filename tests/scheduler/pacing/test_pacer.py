@@ -9,9 +9,13 @@ import pytest
 from outrider.kv.archetypes import DrafterShape, chain_from_tokens, heads
 from outrider.kv.footprint import NO_DRAFTER, GroupSpec
 from outrider.kv.groups import group_kind
-from outrider.scheduler.pacing.costs import StepShape, StepTimes
-from outrider.scheduler.pacing.pacer import PROBED_DRAFTS, PROBING_PART, Pacer, RequestPace
+from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
+from outrider.scheduler.pacing.outlook import Outlook
+from outrider.scheduler.pacing.pacer import DEAR_ROW, PROBED_DRAFTS, PROBING_PART, QUIET_AFTER, Pacer, RequestPace
 from outrider.scheduler.pacing.worth import Proposed, Source
+from outrider.tools.sim.pace_campaign import CHANGING_LOADS
+from outrider.tools.sim.pace_load import Tape
+from outrider.tools.sim.pace_run import PacedRun
 
 GROUP = GroupSpec(name="draft", kind=group_kind("full", {}), page_tokens=4)
 CHAIN = chain_from_tokens("chain", DrafterShape(groups=(GROUP,)))
@@ -200,3 +204,37 @@ def test_heads_are_paid_for_by_rows_of_one_pass() -> None:
     decoding = Decoding(Pacer(footprint, sizes=(1, 2)), 2, row_s=0.001, pass_s=0.01, joint=(0.95, 0.9))
     decoding.run(60)
     assert [request.wanted for request in decoding.requests] == [2, 2]
+
+
+def test_where_rows_are_dear_a_text_that_copies_nothing_is_looked_up_at_every_fourth_step_only() -> None:
+    pace = RequestPace(Outlook((3,), chain=False))
+    looks = []
+    for _ in range(40):
+        looks.append(pace.looks_up(2 * DEAR_ROW))
+        pace.looked_up(0.0)
+    assert all(looks[:QUIET_AFTER])
+    assert sum(looks[QUIET_AFTER:]) == (40 - QUIET_AFTER) // 4
+    assert all(pace.looks_up(0.5 * DEAR_ROW) for _ in range(8))
+    pace.looked_up(0.5)
+    assert all(pace.looks_up(2 * DEAR_ROW) for _ in range(QUIET_AFTER))
+
+
+def test_a_probe_that_takes_longer_than_a_step_is_saved_up_for() -> None:
+    """Where the drafter's passes are expensive, a probe must still happen now and then."""
+    load = next(load for load in CHANGING_LOADS if load.name == "chain, machine gets free")
+    run = PacedRun(Tape(load, 2, 1200))
+    run.steps()
+    assert run.pacer.counts.probes >= 3
+
+
+def test_knots_that_were_not_observed_lately_keep_their_distance_from_those_that_were() -> None:
+    costs = StepCosts()
+    for rows in (4, 8, 12, 16):
+        for _ in range(20):
+            costs.observe(StepShape(rows, rows, 0, 0, ()), StepTimes(0.001 * rows, 0.0, 0.001 * rows + 0.0001))
+    before = costs.rows_s(16) - costs.rows_s(8)
+    for _ in range(1500):
+        costs.observe(StepShape(8, 8, 0, 0, ()), StepTimes(0.004, 0.0, 0.0041))
+    after = costs.rows_s(16) - costs.rows_s(8)
+    assert 0.3 * before < after < 1.2 * before
+    assert costs.rows_s(8) == pytest.approx(0.004, rel=0.1)

@@ -96,3 +96,16 @@ def test_clearing_forgets_what_was_accepted() -> None:
         calibration.observe(DRAFTER, 0, 0.9, accepted=False)
     calibration.clear()
     assert calibration.conditional(DRAFTER, 0, 0.9) == pytest.approx(0.9)
+
+
+def test_what_all_texts_have_in_common_just_now_is_learnt_within_a_few_dozen_drafts() -> None:
+    calibration = Calibration()
+    for number in range(500):
+        calibration.observe(DRAFTER, 0, 0.8, accepted=number % 4 > 0)
+    assert calibration.conditional(DRAFTER, 0, 0.8) == pytest.approx(0.75, abs=0.03)
+    for _ in range(40):
+        calibration.shift(DRAFTER, calibration.conditional(DRAFTER, 0, 0.8), accepted=False)
+    assert calibration.conditional(DRAFTER, 0, 0.8) < 0.65
+    assert calibration.conditional(Source.OWN_TEXT, 0, 0.8) == pytest.approx(0.8, abs=0.01)
+    calibration.clear()
+    assert calibration.conditional(DRAFTER, 0, 0.8) == pytest.approx(0.8, abs=0.01)

@@ -20,6 +20,9 @@ from operator import itemgetter
 
 from outrider.scheduler.pacing.outlook import PRICES, Outlook, Policy
 
+MARGIN = 1.02
+"""What a gain must be of its cost at least: the largest of many estimates is usually too large, and what drafting takes
+beyond the costs that are told apart (memory that leaves the caches) is not known."""
 NEGLIGIBLE = 0.004
 """Drafts that are less likely are not worth a look."""
 
@@ -68,11 +71,11 @@ def choose_verified(
     )
     if not ranked:
         return counts, 1.0
-    base_s = rows_s(base_rows)
+    base_s, price = rows_s(base_rows), MARGIN * rate
     best, best_count, gained = 0.0, 0, 0.0
     for count, (probability, _number) in enumerate(ranked, start=1):
         gained += probability
-        net = gained - rate * (rows_s(base_rows + count) - base_s)
+        net = gained - price * (rows_s(base_rows + count) - base_s)
         if net > best:
             best, best_count = net, count
     for _probability, number in ranked[:best_count]:
@@ -106,7 +109,7 @@ def choose_drafting(
     `last` is the policy of the last choice, by which the requests are ranked."""
     plain_s = step_s(0, 0.0, 0.0, (), PLAINLY)
     plain_rate = committed / plain_s
-    best_net, best_rate, best = 0.0, plain_rate, None
+    best_net, best_rate, best, price_s = 0.0, plain_rate, None, MARGIN * rate
     if outlooks:
         first = outlooks[0]
         near, price = first.at(last), PRICES[last.price]
@@ -122,7 +125,7 @@ def choose_drafting(
             many = len(values)
             gain = sum(each[at + 1] for each in values)
             seconds = step_s(many, sum(each[at] for each in values), gain, by_price[policy.price], policy)
-            found.append((gain - rate * (seconds - plain_s), (committed + gain) / seconds, many, policy))
+            found.append((gain - price_s * (seconds - plain_s), (committed + gain) / seconds, many, policy))
         found.sort(key=itemgetter(0), reverse=True)
         # What is best for all requests is nearly best for some of them.
         for policy in [policy for _net, _rate, _many, policy in found[:PROMISING]]:
@@ -133,7 +136,7 @@ def choose_drafting(
                 gain = gains[many - 1]
                 passes = chain_passes(values[:many], first, policy) if chain else ()
                 seconds = step_s(many, drafts[many - 1], gain, passes, policy)
-                found.append((gain - rate * (seconds - plain_s), (committed + gain) / seconds, many, policy))
+                found.append((gain - price_s * (seconds - plain_s), (committed + gain) / seconds, many, policy))
         for net, rate_found, many, policy in found:
             if net > best_net:
                 best_net, best_rate, best = net, rate_found, (many, policy)

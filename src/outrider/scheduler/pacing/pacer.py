@@ -41,6 +41,10 @@ PAUSE_AFTER = 24
 CHOOSE_EVERY = 8
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
+DEAR_ROW = 0.15
+"""Price of a row, in tokens, from which on a request is not looked up for at each step if little was found lately."""
+QUIET_AFTER, QUIET_EVERY = 8, 4
+"""Number of look-ups in a row that found nothing worth its rows until only every fourth step looks up."""
 USUAL_CONTINUATION = 0.75
 """Mean probability that a draft is accepted if all before it are, until it is known."""
 OBSERVED_RATE = 0.05
@@ -89,7 +93,7 @@ class Pace:
 class RequestPace:
     """What the pacer knows of one request."""
 
-    __slots__ = ("outlook", "pending", "probing", "proposals", "shifts")
+    __slots__ = ("_quiet", "outlook", "pending", "probing", "proposals", "shifts")
 
     def __init__(self, outlook: Outlook) -> None:
         self.outlook = outlook
@@ -100,6 +104,19 @@ class RequestPace:
         """The drafts that wait for verification; None if there are none, or if nothing is known of them."""
         self.probing = False
         """Whether the drafts that come next are verified whatever they are worth."""
+        self._quiet = 0
+        """Number of steps since something worth its rows was looked up."""
+
+    def looks_up(self, row_price: float) -> bool:
+        """Whether to look up drafts at this step: a look-up takes time as well, which is lost where it finds nothing,
+        and a text that copies will still do so a few steps later."""
+        self._quiet += 1
+        return row_price < DEAR_ROW or self._quiet <= QUIET_AFTER or self._quiet % QUIET_EVERY == 0
+
+    def looked_up(self, value: float) -> None:
+        """Takes note of what the best drafts that were looked up are worth."""
+        if value > 0.0:
+            self._quiet = 0
 
 
 class PacedRequest(Protocol):
@@ -210,7 +227,8 @@ class Pacer:
             for request in paced:
                 request.drafts = request.wanted = 0
             return self._pace(rows, count)
-        self._verify(paced, rows)
+        if any(request.drafts for request in paced):
+            self._verify(paced, rows)
         size, chosen = self._size, self._chosen
         for request in paced:
             request.wanted = min(request.k, size) if request.pace in chosen else 0

@@ -22,7 +22,7 @@ POOLED_WEIGHT = 8.0
 """Number of observations that the correction over all places counts for at each place."""
 DECAY = 1.0 - 1.0 / 400.0
 """What an observation still counts for after the next one of its kind."""
-SHARED_SHIFT_RATE, SHARED_SHIFT_DECAY = 0.05, 0.995
+SHARED_SHIFT_RATE, SHARED_SHIFT_DECAY = 0.03, 0.995
 SHIFT_RATE = 0.15
 SHIFT_DECAY = 0.982
 LARGEST_SHIFT = 4.0

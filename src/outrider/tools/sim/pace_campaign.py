@@ -1,7 +1,9 @@
 """The pacing campaign: on each synthetic machine, what the pacer reaches next to fixed numbers of drafts and an oracle.
 
-I12: after it has learnt, the pacer reaches at least SLACK of the best fixed number of drafts, none included. It never
-reaches more than the oracle, or the campaign itself is wrong: both meet the same drafts and the same noise.
+I12: after it has learnt, the pacer reaches at least SLACK of the best fixed number of drafts, none included, on every
+load, and MEAN_SLACK on average, where more than all of it counts as all. Where drafting gains as little as a few
+hundredths, chance alone decides in a single run whether it is found out. It never reaches more than the oracle, or the
+campaign itself is wrong: both meet the same drafts and the same noise.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pool
+from statistics import mean
 from typing import Any
 
 from outrider.tools.sim.pace_load import Load, Machine, Tape
 from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, rate
 
-SLACK = 0.97
+SLACK, MEAN_SLACK = 0.95, 0.98
 STEPS = 2000
 LEARNING_STEPS = 200
 """Number of steps that do not count, at the beginning and after a change in the middle."""
@@ -68,7 +71,7 @@ def _hard_loads(kind: str, chain: bool) -> tuple[Load, ...]:
         load("becomes bad", GPU, 4, 0.85, later_skill=0.1),
         load("machine gets busy", GPU, 6, 0.7, later=BUSY),
         load("machine gets free", BUSY, 6, 0.7, later=GPU),
-        load("fades from draft to draft", CPU, 1, 0.97, fading=4.0),
+        load("fades from draft to draft", CPU, 1, 0.99, fading=6.0),
         load("look-up beside it", CPU, 4, 0.5, copied=0.3),
     )
 
@@ -109,6 +112,11 @@ class PaceResult:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio, "problem": self.problem}
+
+
+def mean_ratio(results: Sequence[PaceResult]) -> float:
+    """Returns what the pacer reaches on average of the best that needs no pacer, all of it at most."""
+    return mean(min(1.0, result.ratio) for result in results)
 
 
 def run_load(load: Load, seed: int, steps: int = STEPS) -> PaceResult:
