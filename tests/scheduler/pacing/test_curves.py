@@ -119,3 +119,13 @@ def test_a_knot_that_was_not_observed_for_long_is_soon_learnt_anew() -> None:
         teach(each, 4, 3.0, 5, first_step=first_step)
     assert curve.at(4) == pytest.approx(3.0, rel=0.05)
     assert steady.at(4) < 1.5
+
+
+def test_what_a_further_row_costs_stays_while_only_one_number_of_rows_is_run() -> None:
+    curve = flat()
+    for count in (1, 2, 4, 8):
+        curve.put(count, 1.0 + 0.1 * count, 10.0)
+    further_s = curve.at(8) - curve.at(4)
+    teach(curve, 4, 2.0, 500, first_step=2000)
+    assert curve.at(4) == pytest.approx(2.0, rel=0.05)
+    assert curve.at(8) - curve.at(4) == pytest.approx(further_s, rel=0.2)
