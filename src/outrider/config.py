@@ -103,6 +103,8 @@ class SpeculativeConfig:
             return given
         if not isinstance(given, Mapping):
             raise ConfigError(f"speculative_config must be a mapping such as {{'method': 'ngram'}}, got {given!r}")
+        if "method" not in given:
+            raise ConfigError("speculative_config has no method; name one, such as {'method': 'ngram'}")
         return cls(**{str(name): value for name, value in given.items()})
 
 

@@ -16,8 +16,10 @@ from tests.transfer.workers import assert_nothing_left, transfer_config
 from outrider.api.llm import LLM
 from outrider.engine import step_costs
 from outrider.engine.engine import Engine
-from outrider.engine.step_costs import know_costs
+from outrider.engine.step_costs import Sample, fitted, know_costs
+from outrider.runner.runner import StepWork
 from outrider.sampling import SamplingParams
+from outrider.scheduler.pacing.costs import StepShape
 from outrider.scheduler.pacing.curves import KNOTS
 from outrider.server.engine_process.facts import counters_of
 from outrider.server.engine_process.warm_up import warm_up
@@ -122,6 +124,47 @@ def test_a_measurement_has_all_parts_of_a_step(kept: Path) -> None:
     assert [(done, total) for _what, done, total in progress] == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
+PER_REQUEST_S, PER_KEY_S = 2e-4, 1e-6
+
+
+def sample(requests: int, rows: int, passes: tuple[int, ...] = (), *, keys: int = 0, slow: float = 1.0) -> Sample:
+    """A step of a machine whose costs are known."""
+    target_s = 0.01 + 0.001 * rows + PER_REQUEST_S * requests + PER_KEY_S * keys
+    draft_s = 0.0005 * requests + sum(0.002 + 0.0001 * each for each in passes)
+    host_s = (0.001 if rows > requests or passes else 0.0005) * requests
+    shape = StepShape(requests, rows, keys, requests, passes)
+    return Sample(StepWork(shape, slow * target_s, slow * draft_s), host_s)
+
+
+def test_what_is_kept_explains_what_was_measured() -> None:
+    samples = [sample(1, 1), sample(1, 1, keys=1000)]
+    for requests in (1, 2, 4):
+        for rows in (1, 2, 4):
+            passes = (requests,) * rows
+            samples += [sample(requests, requests * rows, keys=4 * requests, slow=slow) for slow in (50.0, 1.0, 1.1)]
+            samples += [sample(requests, requests * rows, passes, slow=slow) for slow in (50.0, 1.0, 1.1)]
+    record = fitted(samples)
+    assert record.per_request_s == pytest.approx(PER_REQUEST_S)
+    assert record.per_key_s == pytest.approx(PER_KEY_S)
+    expected = {
+        "target": {rows: 0.01 + 0.001 * rows for rows in (1, 2, 4, 8, 16)},
+        "feed": {fed: 0.0005 * fed for fed in (1, 2, 4)},
+        "draft": {rows: 0.002 + 0.0001 * rows for rows in (1, 2, 4)},
+        "host": {requests: 0.0005 * requests for requests in (1, 2, 4)},
+        "drafting_host": {requests: 0.001 * requests for requests in (1, 2, 4)},
+    }
+    assert set(record.curves) == set(step_costs.CURVES)
+    for name, values in expected.items():
+        assert dict(record.curves[name]) == pytest.approx(values), name
+
+
+def test_no_count_is_kept_that_takes_longer_than_a_larger_one() -> None:
+    """It was held up at each of its few steps."""
+    record = fitted([sample(1, 1), sample(1, 2, slow=9.0), sample(1, 4)])
+    costs = dict(record.curves["target"])
+    assert costs[1] < costs[2] == costs[4]
+
+
 def test_what_was_measured_is_read_at_the_next_start(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = choosing()
     know_costs(first)
@@ -142,14 +185,21 @@ def test_other_settings_have_costs_of_their_own(kept: Path) -> None:
     assert len(list(kept.iterdir())) == len(engines)
 
 
+def test_another_model_has_costs_of_its_own() -> None:
+    paths = {
+        step_costs._path(tiny_engine(tiny_model(seed=seed), speculate=True, k=None, max_num_seqs=2)) for seed in (0, 1)
+    }
+    assert len(paths) == 2
+
+
 def test_an_engine_that_does_not_choose_measures_nothing(kept: Path) -> None:
     know_costs(tiny_engine(speculate=True))
     know_costs(tiny_engine())
     assert not kept.exists()
 
 
-SOUND = {"curves": {name: [[1, 0.001]] for name in ("target", "draft", "feed", "host")}}
-SOUND |= {"per_request_s": 0.0, "per_key_s": 0.0}  # type: ignore[dict-item]
+SOUND: dict[str, Any] = {"curves": {name: [[1, 0.001]] for name in step_costs.CURVES}}
+SOUND |= {"per_request_s": 0.0, "per_key_s": 0.0}
 
 
 def text_of(**changes: Any) -> str:
@@ -158,6 +208,17 @@ def text_of(**changes: Any) -> str:
 
 def curves(**changes: Any) -> str:
     return text_of(curves=SOUND["curves"] | changes)
+
+
+def test_a_file_that_can_be_right_is_believed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of the next test differs from this one in a single thing, so each is refused for that thing."""
+    monkeypatch.setattr(step_costs, "_measure", pytest.fail)
+    engine = looking_up()
+    path = step_costs._path(engine)
+    path.parent.mkdir(parents=True)
+    path.write_text(text_of())
+    know_costs(engine)
+    assert costs_of(engine) == {name: [(1, 0.001)] for name in step_costs.CURVES}
 
 
 @pytest.mark.parametrize(
@@ -174,16 +235,19 @@ def curves(**changes: Any) -> str:
         text_of(curves=[]).encode(),
         text_of(per_key_s="x").encode(),
         text_of(per_key_s=-1.0).encode(),
+        text_of(per_key_s=1.0).encode(),
         text_of(per_request_s=float("nan")).encode(),
         text_of(per_request_s=10**400).encode(),
         curves(target=[]).encode(),
         curves(target=[[1, 0.0]]).encode(),
+        curves(target=[[1, 1e3]]).encode(),
         curves(target=[[1, float("inf")]]).encode(),
         curves(target=[[float("inf"), 0.1]]).encode(),
-        curves(target=[[5, 0.1]]).encode(),
+        curves(target=[[17, 0.1]]).encode(),
         curves(target=[[1]]).encode(),
         curves(target=[1]).encode(),
         curves(host=[[1, float("nan")]]).encode(),
+        text_of(curves={name: [[1, 0.001]] for name in step_costs.CURVES if name != "drafting_host"}).encode(),
     ],
     ids=lambda content: content[:40].decode(errors="replace"),
 )

@@ -15,10 +15,12 @@ from tests.transfer.scripted import LIMITS, Clock, ScriptedWorker, talk
 from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
+from outrider.transfer.comparison import take_back_what_differs
 from outrider.transfer.link import Landed, Quiet, Received
-from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Release, Renew
-from outrider.transfer.offers import prompt_binding
+from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Offered, Refused, Release, Renew
+from outrider.transfer.offers import layout_digest, prompt_binding
 from outrider.transfer.peers import IDLE_PEER_S
+from outrider.transfer.quarantine import Quarantine
 from outrider.transfer.tickets import Ticket
 from outrider.transfer.tier_loads import TierLoads
 
@@ -88,6 +90,62 @@ def test_nothing_is_confirmed_before_the_last_byte_nor_used_before_the_confirmat
     pair.decode.step()
     assert request.state is State.DECODING
     pair.finish()
+    pair.assert_empty()
+
+
+def test_an_answer_of_another_worker_than_was_asked_is_not_taken() -> None:
+    pair = Pair()
+    pair.reading()
+    link, request = pair.decode.link, pair.decode.scheduler.requests["a"]
+    link.take_sent()
+    link.land()
+    pair.decode.driver.advance()
+    (question,) = link.take_sent(Confirm)
+    assert isinstance(question, Confirm)
+    link.events.append(Received("Q", Confirmed(lease=question.lease, question=question.question, held=True)))
+    pair.decode.step()
+    assert request.state is State.LOADING
+    # The question is asked again, and answered by the worker that it is for.
+    pair.pass_time(LIMITS.answer_s + 0.1)
+    pair.finish()
+    pair.assert_empty()
+
+
+@pytest.mark.parametrize("change", [{"binding": bytes(16)}, {"num_tokens": 41}, {"engine": "P.0"}], ids=str)
+def test_an_offer_for_another_prompt_or_of_another_process_is_not_read(change: dict[str, Any]) -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    pair.decode.driver.advance()
+    pair.prefill.answers(pair.decode)
+    pair.decode.driver.advance()
+    offered = pair.prefill.lender.desk.answer(Fetch(lease=ticket.lease, reader="D.1"), bytes)
+    assert isinstance(offered, Offered)
+    pair.decode.link.take_sent()
+    pair.decode.link.events.append(Received("P", with_fields(offered, **change)))
+    pair.decode.step()
+    assert pair.decode.link.started == 0
+    assert pair.decode.driver.counters.fetch_failures == 1
+    pair.finish()
+
+
+@pytest.mark.parametrize("late", ["refused lease", "refused greeting", "offer"])
+def test_an_answer_that_comes_when_the_kv_is_being_read_changes_nothing(late: str) -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    talk(pair.prefill, pair.decode)
+    pair.decode.step()
+    offered = pair.prefill.lender.desk.answer(Fetch(lease=ticket.lease, reader="D.1"), bytes)
+    assert offered is not None
+    refused = Refused(lease=ticket.lease if late == "refused lease" else b"", reason="late")
+    pair.decode.link.events.append(Received("P", offered if late == "offer" else refused))
+    pair.decode.driver.advance()
+    assert pair.decode.link.forgotten == []
+    pair.finish()
+    (settled,) = pair.decode.driver.take_settled()
+    assert settled.transferred_tokens == 40
+    assert pair.decode.driver.counters.fetch_failures == 0
     pair.assert_empty()
 
 
@@ -241,12 +299,46 @@ def test_nothing_is_read_from_a_peer_that_is_cut_off_until_it_was_met_again() ->
     pair.assert_empty()
 
 
+def test_a_peer_that_was_restarted_is_met_again_and_nothing_promised_before_is_read_from_it() -> None:
+    pair = Pair()
+    pair.reading("before")
+    pair.finish("before")
+    pair.decode.kv.reset_cache()
+    pair.decode.fetch("old", pair.prefill.hand_over("old"))
+    talk(pair.prefill, pair.decode)
+    # Another process with an id of its own listens at the same endpoint.
+    pair.prefill = ScriptedWorker("Q", Role.PREFILL, pair.clock)
+    pair.prefill.link.endpoint = "P"
+    pair.decode.fetch("new", pair.prefill.hand_over("new"))
+    talk(pair.prefill, pair.decode)
+    assert pair.decode.link.fenced == ["P"]
+    pair.decode.link.fall_quiet("P")
+    talk(pair.prefill, pair.decode)
+    started = pair.decode.link.started
+    pair.decode.step()
+    reads = pair.decode.link.started - started
+    assert reads == len(pair.decode.kv.layout.groups), "only those of the request whose KV the new process holds"
+    pair.finish("new")
+    pair.finish("old")
+    settled = {each.sequence: each for each in pair.decode.driver.take_settled()}
+    assert "connection" in settled["old"].reason
+    assert (settled["new"].reason, settled["new"].transferred_tokens) == ("", 40)
+    pair.assert_empty()
+
+
 def test_a_question_to_a_peer_that_is_cut_off_is_asked_once_it_is_quiet() -> None:
     pair = Pair()
     pair.reading("a")
     pair.pass_time(LIMITS.read_s + 0.1)
     pair.decode.link.take_sent()
     pair.decode.fetch("b", pair.prefill.hand_over("b"))
+    assert pair.decode.link.take_sent() == []
+    # An answer to an earlier greeting comes late.
+    greeting = Hello(digest=layout_digest(pair.decode.kv.layout, pair.decode.kv.config.identity), reader="D.1")
+    welcome = pair.prefill.lender.desk.answer(greeting, pair.prefill.link.introduction)
+    assert welcome is not None
+    pair.decode.link.events.append(Received("P", welcome))
+    pair.decode.driver.advance()
     assert pair.decode.link.take_sent() == []
     pair.decode.link.fall_quiet("P")
     pair.decode.driver.advance()
@@ -352,6 +444,15 @@ def test_a_ticket_that_is_declined_with_another_prompt_takes_nothing_away() -> N
     assert pair.decode.link.take_sent() == [Release(lease=ticket.lease, reader="D.1")]
 
 
+def test_a_ticket_that_is_declined_while_a_request_uses_it_takes_nothing_away() -> None:
+    pair = Pair()
+    ticket = pair.prefill.hand_over("a")
+    pair.decode.fetch("a", ticket)
+    pair.decode.link.take_sent(Hello)
+    pair.decode.driver.decline(ticket, binding=ticket.binding)
+    assert pair.decode.link.sent == []
+
+
 def test_a_peer_of_other_weights_is_refused_before_anything_is_read() -> None:
     pair = Pair(prefill={"weights": "mistral"})
     pair.decode.fetch("a", pair.prefill.hand_over("a"))
@@ -398,16 +499,65 @@ class SlowTier:
         return ended
 
 
+class Loading:
+    """Loads from a slow tier for a request with pages of 8 tokens, and what the scheduler is told of them."""
+
+    def __init__(self) -> None:
+        self.tier = SlowTier()
+        self.arrived: list[tuple[str, Load]] = []
+        self.lost: list[str] = []
+        scheduler: Any = SimpleNamespace(
+            kv=SimpleNamespace(layout=SimpleNamespace(groups=[SimpleNamespace(page_tokens=8)])),
+            requests={"a": SimpleNamespace(kv=SimpleNamespace(groups=[SimpleNamespace(pages=[3, 4])]))},
+            load_arrived=lambda sequence, load: self.arrived.append((sequence, load)),
+            load_lost=self.lost.append,
+        )
+        self.loads = TierLoads(self.tier, scheduler, limit_s=20.0, clock=lambda: 0.0)
+
+
+def test_loads_of_a_tier_that_do_not_all_end_in_time_are_lost() -> None:
+    loading = Loading()
+    for start in (0, 8):
+        loading.loads.start("a", Load(0, Interval(start, start + 8), b"key"))
+    loading.tier.ended = [Landed(0)]
+    loading.loads.poll()
+    assert loading.loads.deadlines_s == [20.0]
+    loading.loads.give_up_overdue(19.0)
+    assert loading.lost == []
+    loading.loads.give_up_overdue(20.0)
+    assert loading.lost == ["a"]
+
+
+def test_a_request_that_was_given_up_loses_no_loads_later() -> None:
+    loading = Loading()
+    loading.loads.start("a", Load(0, Interval(0, 8), b"key"))
+    loading.loads.give_up("a")
+    assert loading.loads.deadlines_s == []
+    loading.loads.give_up_overdue(100.0)
+    assert loading.lost == []
+
+
+@pytest.mark.parametrize("first", ["read", "load"])
+def test_pages_wait_until_both_peers_and_tiers_have_stopped_writing_to_them(first: str) -> None:
+    restored: list[Any] = []
+    quarantine = Quarantine(restored.append)
+    # Reads and loads are numbered apart.
+    quarantine.add([(0, [3, 4])], peer_reads={1}, tier_loads={1})
+    ends = [quarantine.read_ended, quarantine.load_ended]
+    for end in ends if first == "read" else reversed(ends):
+        assert restored == []
+        quarantine.give_back()
+        assert restored == []
+        end(1)
+    quarantine.give_back()
+    assert restored == [[(0, [3, 4])]]
+    assert len(quarantine) == 0
+
+
 def test_a_load_that_was_given_up_is_not_taken_for_a_later_one_of_the_same_page() -> None:
-    arrived: list[tuple[str, Load]] = []
-    load, tier = Load(0, Interval(0, 8), b"key"), SlowTier()
-    groups = [SimpleNamespace(pages=[3])]
-    scheduler: Any = SimpleNamespace(
-        kv=SimpleNamespace(layout=SimpleNamespace(groups=[SimpleNamespace(page_tokens=8)])),
-        requests={"a": SimpleNamespace(kv=SimpleNamespace(groups=groups))},
-        load_arrived=lambda sequence, load: arrived.append((sequence, load)),
-    )
-    loads = TierLoads(tier, scheduler, limit_s=20.0, clock=lambda: 0.0)
+    loading = Loading()
+    loads, tier, arrived = loading.loads, loading.tier, loading.arrived
+    load = Load(0, Interval(0, 8), b"key")
     loads.start("a", load)
     assert loads.give_up("a") == {0}
     loads.start("a", load)
@@ -428,6 +578,19 @@ def test_an_idle_driver_has_no_deadline() -> None:
     assert pair.decode.driver.next_deadline_s == LIMITS.answer_s
     pair.finish()
     assert pair.decode.driver.next_deadline_s is None
+
+
+def test_a_driver_wakes_up_to_prolong_the_leases_that_it_waits_under_and_to_end_its_own() -> None:
+    pair = Pair()
+    pair.decode.driver.advance()
+    pair.decode.fetch("a", pair.prefill.hand_over("a"))
+    assert pair.prefill.driver.next_deadline_s == LIMITS.lease_s
+    talk(pair.prefill, pair.decode)
+    deadline_s = pair.decode.driver.next_deadline_s
+    assert deadline_s is not None
+    assert deadline_s <= LIMITS.renew_s
+    pair.pass_time(deadline_s)
+    assert pair.decode.link.take_sent(Renew)
 
 
 def test_a_repeated_offer_does_not_release_what_is_being_read_for_a_request_that_was_given_up() -> None:
@@ -528,3 +691,18 @@ def test_bytes_are_compared_even_if_their_peer_was_cut_off_after_they_had_landed
     assert isinstance(first, Confirm)
     assert first.digests_of
     assert second == first
+
+
+def test_bytes_that_differ_from_the_senders_count_as_failed() -> None:
+    intact, changed = (Load(group, Interval(0, 8), None) for group in (0, 1))
+    differing: list[Load] = []
+    checks: Any = SimpleNamespace(
+        digest=lambda _sequence, _load: b"sent",
+        differs=lambda _sequence, load, _sender: differing.append(load),
+    )
+    hand_off: Any = SimpleNamespace(
+        sequence="a", offer=SimpleNamespace(engine="P.1"), landed=[intact, changed], failed=[], reason=""
+    )
+    take_back_what_differs(hand_off, [b"sent", b"held"], checks)
+    assert (hand_off.landed, hand_off.failed, differing) == ([intact], [changed], [changed])
+    assert hand_off.reason

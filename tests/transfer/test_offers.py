@@ -128,6 +128,33 @@ def test_an_offer_that_makes_no_sense_is_a_transfer_error(make: Callable[[], Off
     assert "\n" not in str(refused.value)
 
 
+def scored(**fields: Any) -> ScoredToken:
+    given: dict[str, Any] = {"token": 7, "logprob": -0.5, "rank": 1, "top": ((9, -1.0),)}
+    return ScoredToken(**(given | fields))
+
+
+def test_an_offer_may_name_every_token_of_the_vocabulary() -> None:
+    offer(first_token=9, drafts=(0, 9), logprobs=scored()).check_tokens(10)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"first_token": 10},
+        {"drafts": (1, 10)},
+        {"logprobs": scored(token=10)},
+        {"logprobs": scored(top=((10, -1.0),))},
+        {"logprobs": scored(logprob=float("nan"))},
+        {"logprobs": scored(top=((9, float("nan")),))},
+    ],
+    ids=str,
+)
+def test_an_offer_of_a_token_outside_the_vocabulary_or_without_a_probability_is_refused(fields: dict[str, Any]) -> None:
+    made = offer(**fields)
+    with pytest.raises(TransferError):
+        made.check_tokens(10)
+
+
 def test_pages_outside_the_interval_may_be_anything() -> None:
     held = OfferedGroup(Interval(9, 20), (0, 5, 6, 7, 8), 8)
     made = offer(groups={signatures(LAYOUT, HERE)[1]: held})

@@ -47,7 +47,7 @@ def show_pacing(console: Console, seeds: Sequence[int], *, processes: int, as_js
 
 def _table(seed: int, results: Sequence[PaceResult]) -> Table:
     table = Table(title=f"the pacer on synthetic machines, seed {seed}", title_justify="left", box=None)
-    table.padding = (0, 1, 0, 0)
+    table.padding = (0, 2, 0, 0)
     table.add_column("machine and load", no_wrap=True)
     for column in ("plain", "best fixed", "paced", "of best", "of oracle"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -195,11 +195,9 @@ class Drafting:
         found = self._without_pass(request, most)
         if found is None:
             return k
-        if (
-            k > len(request.forced)
-            and not record.pace.probing
-            and pace.value(found.proposed.joint) < pace.drafter_value(record.pace)
-        ):
+        # What a probe is for is the drafter's proposal.
+        asks = record.pace.probing or pace.value(found.proposed.joint) < pace.drafter_value(record.pace)
+        if k > len(request.forced) and asks:
             self._alternatives[request.id] = found
             return k
         request.drafts = found.drafts
@@ -295,7 +293,8 @@ class Drafting:
         probabilities = [*probabilities[:count], *(0.5 for _ in range(count - len(probabilities)))]
         proposed = self._calibrated(request, Source.DRAFTER, probabilities)
         other = self._alternatives.pop(request.id, None)
-        if other is not None and pace.value(other.proposed.joint) > pace.value(proposed.joint):
+        probing = request.record.pace is not None and request.record.pace.probing
+        if other is not None and not probing and pace.value(other.proposed.joint) > pace.value(proposed.joint):
             request.drafts, proposed = other.drafts, other.proposed
         if request.drafts:
             proposals[request.id] = proposed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
@@ -78,6 +80,24 @@ def test_restored_costs_are_corrected_by_the_steps_that_follow() -> None:
         for shape in SHAPES:
             again.observe(shape, times_of(shape, slow=0.5))
     assert expected_s(again, SHAPES[4]) == pytest.approx(0.5 * times_of(SHAPES[4]).total_s, rel=0.05)
+
+
+def test_restored_costs_are_not_those_of_a_first_step_that_was_held_up() -> None:
+    again = StepCosts()
+    again.restore(learnt().record(), weight=20.0)
+    shape = SHAPES[0]
+    before = expected_s(again, shape)
+    again.observe(shape, times_of(shape, slow=1000.0))
+    assert expected_s(again, shape) < 1.1 * before
+
+
+def test_what_long_contexts_cost_is_kept_at_the_speed_of_the_machine() -> None:
+    costs, again = StepCosts(), StepCosts()
+    costs.restore(replace(learnt().record(), per_key_s=1e-5), weight=20.0)
+    costs.speed = 3.0
+    again.restore(costs.record(), weight=20.0)
+    long = StepShape(1, 1, 2000, 1, ())
+    assert expected_s(again, long) == pytest.approx(expected_s(costs, long))
 
 
 def test_a_part_that_takes_no_time_teaches_nothing() -> None:

@@ -130,3 +130,13 @@ def test_what_was_just_observed_is_not_corrected_by_what_was_only_interpolated()
     assert curve.at(8) == pytest.approx(1.0, rel=0.02)
     assert curve.at(9) == pytest.approx(2.0, rel=0.02)
     assert all(curve.at(low) <= curve.at(high) for low, high in pairwise(range(1, 17)))
+
+
+def test_what_a_further_row_costs_stays_while_only_one_number_of_rows_is_run() -> None:
+    curve = flat()
+    for count in (1, 2, 4, 8):
+        curve.put(count, 1.0 + 0.1 * count, 10.0)
+    further_s = curve.at(8) - curve.at(4)
+    teach(curve, 4, 2.0, 500, first_step=2000)
+    assert curve.at(4) == pytest.approx(2.0, rel=0.05)
+    assert curve.at(8) - curve.at(4) == pytest.approx(further_s, rel=0.2)

@@ -11,8 +11,16 @@ from outrider.kv.footprint import NO_DRAFTER, GroupSpec
 from outrider.kv.groups import group_kind
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
 from outrider.scheduler.pacing.outlook import Outlook
-from outrider.scheduler.pacing.pacer import DEAR_ROW, PROBED_DRAFTS, PROBING_PART, QUIET_AFTER, Pacer, RequestPace
-from outrider.scheduler.pacing.worth import Proposed, Source
+from outrider.scheduler.pacing.pacer import (
+    DEAR_ROW,
+    MOST_SAVED,
+    PROBED_DRAFTS,
+    PROBING_PART,
+    QUIET_AFTER,
+    Pacer,
+    RequestPace,
+)
+from outrider.scheduler.pacing.worth import Proposed, RequestShifts, Source
 from outrider.tools.sim.pace_campaign import CHANGING_LOADS
 from outrider.tools.sim.pace_load import Tape
 from outrider.tools.sim.pace_run import PacedRun
@@ -111,6 +119,82 @@ def test_a_probe_verifies_few_drafts_whatever_they_are_worth() -> None:
     assert request.drafts == min(K, PROBED_DRAFTS)
 
 
+def test_probes_go_round_all_requests() -> None:
+    decoding = Decoding(chain_pacer(), 4, row_s=0.3, pass_s=0.2, joint=(0.2, 0.04, 0.01, 0.0))
+    decoding.run(100)
+    probed = set()
+    for _ in range(3000):
+        decoding.step()
+        probed |= {number for number, request in enumerate(decoding.requests) if request.wanted}
+    assert probed == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_probe_ends_when_its_drafts_are_verified_or_when_there_are_none(verified: bool) -> None:
+    pacer = chain_pacer()
+    pace = pacer.enter()
+    pace.probing = True
+    if verified:
+        pace.pending = Proposed(Source.DRAFTER, (0.1,), (0.1,))
+        pacer.verified(pace, drafts=1, accepted=0)
+    else:
+        pacer.proposed(pace, None)
+    assert not pace.probing
+
+
+def test_a_pass_that_has_become_cheap_is_followed_by_another_probe_at_once() -> None:
+    decoding = Decoding(chain_pacer(), 2, row_s=0.15, pass_s=0.15, joint=(0.04, 0.0, 0.0, 0.0))
+    decoding.run(300)
+    # Steps without drafts take as long as before.
+    decoding.row_s = decoding.pass_s = 0.0
+    before = decoding.pacer.counts.probes
+    while decoding.pacer.counts.probes == before:
+        decoding.step()
+    decoding.run(3)
+    assert decoding.pacer.counts.probes > before + 1
+
+
+def test_now_and_then_nothing_is_drafted_though_it_pays() -> None:
+    """What a step without drafts takes is not known otherwise."""
+    decoding = Decoding(chain_pacer(), 3, row_s=0.001, pass_s=0.01, joint=(0.95, 0.9, 0.85, 0.8))
+    decoding.run(3000)
+    counts = decoding.pacer.counts
+    assert 0 < counts.pauses < 30
+    assert counts.plain_steps >= counts.pauses
+
+
+def test_what_a_text_was_like_before_is_forgotten_while_it_is_not_drafted_for() -> None:
+    """The others are drafted for all the time, and this one only now and then, to find out."""
+    pacer = chain_pacer()
+    decoding = Decoding(pacer, 6, row_s=0.2, pass_s=0.1, joint=(0.95, 0.9, 0.85, 0.8))
+    decoding.run(100)
+    bad = decoding.requests[-1]
+    assert bad.pace is not None
+    bad.pace.outlook.values = [0.0] * len(bad.pace.outlook.values)
+    decoding.run(12)
+    assert bad.wanted == 0
+    decoding.run(60)
+    assert sum(bad.pace.outlook.values) > 0.2 * sum(pacer.enter().outlook.values)
+
+
+def test_steps_that_compute_prompts_teach_nothing_about_others() -> None:
+    pacer = chain_pacer()
+    pacer.observe(StepShape(1, 65, 0, 0, (), prompt_rows=64), StepTimes(9.0, 0.0, 9.1), tokens=1)
+    assert pacer.observed_rate == 0.0
+    assert pacer.costs.curves["target"].observed == []
+    assert pacer.counts.plain_steps == pacer.counts.drafting_steps == 0
+
+
+def test_every_draft_is_judged_by_its_probability_given_those_before_it() -> None:
+    pacer, expected = chain_pacer(), RequestShifts()
+    pace = pacer.enter()
+    pace.pending = Proposed(Source.DRAFTER, (0.5, 0.5, 0.5), (0.5, 0.25, 0.125))
+    pacer.verified(pace, drafts=3, accepted=3)
+    for _ in range(3):
+        expected.observe(Source.DRAFTER, 0.5, accepted=True)
+    assert pace.shifts.by_source == expected.by_source
+
+
 def test_drafts_of_which_nothing_is_known_are_all_verified() -> None:
     """They came with a request from another worker."""
     pacer = chain_pacer()
@@ -180,6 +264,23 @@ def test_look_ups_that_failed_are_tried_again_now_and_then() -> None:
     assert 0 < verified <= 2 * 1000 * PROBING_PART * 2
 
 
+def test_time_for_drafts_that_do_not_pay_is_saved_up_within_bounds() -> None:
+    """After a long text without any look-up, those that fail must not be verified step after step."""
+    pacer = Pacer(NO_DRAFTER, sizes=(), lookup=9)
+    request, verified, steps = FakeRequest(pacer.enter()), 0, 100
+    assert request.pace is not None
+    for step in range(10_000 + steps):
+        request.drafts = 0
+        if step >= 10_000:
+            request.drafts, request.pace.pending = 2, Proposed(Source.OWN_TEXT, (0.1, 0.1), (0.02, 0.01))
+        pacer.begin([request], prompt_rows=0)
+        verified += request.drafts
+        rows = 1 + request.drafts
+        pacer.observe(StepShape(1, rows, 0, 0, ()), StepTimes(0.5 * rows, 0.0, 0.1 + 0.5 * rows), tokens=1)
+    # A row takes nearly as long as a step.
+    assert 0 < verified <= 3 * (MOST_SAVED + steps * PROBING_PART)
+
+
 def test_newcomers_are_drafted_for_as_most_requests_are() -> None:
     pacer = chain_pacer()
     assert pacer.newcomers_k == K
@@ -191,12 +292,20 @@ def test_a_reset_keeps_what_steps_cost_and_nothing_else() -> None:
     decoding = Decoding(chain_pacer(), 2, row_s=0.3, pass_s=0.5, joint=(0.1, 0.0, 0.0, 0.0))
     decoding.run(100)
     pacer = decoding.pacer
+    for _ in range(1000):
+        pacer.observe(StepShape(2, 2, 0, 0, ()), StepTimes(1.0, 0.0, 1.1), tokens=2)
     costs = pacer.costs.record()
     pacer.reset()
     assert pacer.costs.record() == costs
     assert pacer.newcomers_k == K
     assert pacer.observed_rate == 0.0
     assert pacer.calibration.conditional(Source.DRAFTER, 0, 0.9) == pytest.approx(0.9)
+    # No request is probed with time that was saved up before.
+    request = FakeRequest(pacer.enter())
+    assert request.pace is not None
+    request.pace.outlook.values = [0.0] * len(request.pace.outlook.values)
+    pacer.begin([request], prompt_rows=0)
+    assert (request.wanted, pacer.counts.probes) == (0, 0)
 
 
 def test_heads_are_paid_for_by_rows_of_one_pass() -> None:

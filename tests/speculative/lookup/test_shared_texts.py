@@ -107,6 +107,25 @@ def test_an_evicted_beginning_is_stored_again() -> None:
     assert lookup.find("probe", "", first[:50], 2) == [Match([50, 51], 32, True)]
 
 
+def test_a_beginning_that_was_evicted_before_what_follows_it_is_stored_again() -> None:
+    """Of the second text, only what the first one does not have was stored."""
+    lookup, text = Lookup(LookupConfig(most_shared_tokens=2000)), array("I", range(1280))
+    lookup.finish("a", "", text[:640])
+    lookup.finish("b", "", text)
+    lookup.finish("c", "", array("I", range(5000, 5700)))
+    assert lookup.evicted_texts == 1
+    assert lookup.find("probe", "", text[:50], 2) == []
+    lookup.finish("d", "", text)
+    assert lookup.find("probe", "", text[:50], 2) == [Match([50, 51], 32, True)]
+
+
+def test_no_more_tokens_are_kept_than_there_is_room_for() -> None:
+    lookup = Lookup(LookupConfig(shortest_shared_match=3, most_shared_tokens=20))
+    for number in range(9):
+        lookup.finish("a", "", array("I", range(10 * number, 10 * number + 7)))
+        assert lookup.shared_tokens == min(14, 7 * (number + 1))
+
+
 def test_drafts_end_where_the_text_ended() -> None:
     lookup = Lookup(LookupConfig(shortest_shared_match=2))
     lookup.finish("a", "", array("I", [1, 2, 3, 4]))
@@ -171,6 +190,16 @@ def test_tenants_whose_runs_lie_in_one_chain_are_kept_apart() -> None:
         for tenant in range(max(0, number - 3), number + 1):
             found = lookup.find("probe", f"tenant {tenant}", array("I", [1, 2, 3]), 1)
             assert found == [Match([100 + tenant], 3, True)]
+
+
+def test_a_text_that_two_tenants_wrote_is_kept_for_both() -> None:
+    lookup, text = Lookup(LookupConfig(most_shared_tokens=2000)), array("I", range(500))
+    for salt in ("a", "b"):
+        lookup.finish("finished", salt, text)
+        for place in (50, 300, 450):
+            found = lookup.find(f"{salt} {place}", salt, text[:place], 2)
+            assert found == [Match([place, place + 1], 32, True)]
+    assert lookup.shared_tokens == 1000
 
 
 SALTS = ("", "a", "b", "a\0b")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from typing import Any
 
 from outrider.api.llm import LLM
@@ -126,7 +126,15 @@ def compare_all(
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-    outputs = LLM.over(engine).generate(list(prompts), params)
+    """Returns the tokens of each text. Where the engine chooses how much it drafts, it may find that drafts do not pay
+    just now, so that every second text drafts as much as it can."""
+    llm, all_prompts = LLM.over(engine), list(prompts)
+    if engine.pacer is None:
+        outputs = llm.generate(all_prompts, params)
+    else:
+        drafting = llm.generate(all_prompts[::2], params, num_speculative_tokens=engine.k)
+        choosing = llm.generate(all_prompts[1::2], params)
+        outputs = [output for pair in zip_longest(drafting, choosing) for output in pair if output is not None]
     for output in outputs:
         if output.error is not None:
             raise RequestError(output.error)
