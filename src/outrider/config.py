@@ -103,7 +103,7 @@ class SpeculativeConfig:
             return given
         if not isinstance(given, Mapping):
             raise ConfigError(f"speculative_config must be a mapping such as {{'method': 'ngram'}}, got {given!r}")
-        if "method" not in given:
+        if "method" not in given and all(str(name) in cls.__slots__ for name in given):
             raise ConfigError("speculative_config has no method; name one, such as {'method': 'ngram'}")
         return cls(**{str(name): value for name, value in given.items()})
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 from tests.requirements import require
+from tests.server.conftest import FIXED_DRAFTS
 from tests.server.running import RunningServer
 
 from outrider.tools.bench.server_process import ServerProcess
@@ -24,7 +25,7 @@ def start_worker(model: Path, key_file: Path, role: str, **settings: Any) -> Run
     require("nixl", "nixl_cu12", "nixl_cu13")
     config = {"kv_connector": "nixl", "kv_role": role, "lease_s": 6, "answer_limit_s": 2, **settings}
     given = ("--served-model-name", "tiny", "--kv-transfer-config", json.dumps(config), "--cluster-key", f"@{key_file}")
-    return RunningServer(model, *WORKER, *given)
+    return RunningServer(model, *WORKER, *FIXED_DRAFTS, *given)
 
 
 class RunningProxy(ServerProcess):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.requirements import require
-from tests.server.conftest import API_KEY, OTHER_KEY, TINY
+from tests.server.conftest import API_KEY, FIXED_DRAFTS, OTHER_KEY, TINY
 from tests.server.running import RunningServer, wait_until
 from tests.server.workers import (
     ASKED,
@@ -54,7 +54,7 @@ def workers(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         start_worker(tiny_model_path, key, "kv_producer"),
         start_worker(tiny_model_path, key, "kv_consumer"),
         start_worker(tiny_model_path, key, "kv_consumer", "--max-num-seqs", "1", kv_load_failure_policy="fail"),
-        RunningServer(tiny_model_path, *TINY, "--served-model-name", "tiny", "--api-key", API_KEY),
+        RunningServer(tiny_model_path, *TINY, *FIXED_DRAFTS, "--served-model-name", "tiny", "--api-key", API_KEY),
     )
     try:
         for server in started:

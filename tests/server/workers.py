@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from tests.server.conftest import API_KEY, OTHER_KEY, TINY
+from tests.server.conftest import API_KEY, FIXED_DRAFTS, OTHER_KEY, TINY
 from tests.server.running import RunningServer
 
 CLUSTER_KEY = "a cluster key that must not be seen anywhere"
@@ -23,7 +23,7 @@ def start_worker(model: Path, key_file: Path, role: str, *options: object, **set
     config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", "lease_s": 12.0}
     return RunningServer(
         model,
-        *(*TINY, "--sanitizer-level", "bytes", "--served-model-name", "tiny", "--drain-limit", "60"),
+        *(*TINY, *FIXED_DRAFTS, "--sanitizer-level", "bytes", "--served-model-name", "tiny", "--drain-limit", "60"),
         *("--api-key", API_KEY, "--api-key", OTHER_KEY, "--log-interval", "0.5"),
         *("--kv-transfer-config", json.dumps(config | settings), "--cluster-key", f"@{key_file}"),
         *options,

@@ -215,7 +215,7 @@ class Drafting:
             return None
         own = request.record.pace
         assert own is not None
-        if not own.looks_up(pace.row_price):
+        if not own.looks_up(pace):
             return None
         best, best_value = None, -1.0
         for match in self.lookup.find(request.id, request.salt, request.tokens, most):

@@ -12,7 +12,7 @@ from outrider.kv.groups import group_kind
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
 from outrider.scheduler.pacing.outlook import Outlook
 from outrider.scheduler.pacing.pacer import (
-    DEAR_ROW,
+    MANY_REQUESTS,
     MOST_SAVED,
     PROBED_DRAFTS,
     PROBING_PART,
@@ -315,17 +315,20 @@ def test_heads_are_paid_for_by_rows_of_one_pass() -> None:
     assert [request.wanted for request in decoding.requests] == [2, 2]
 
 
-def test_where_rows_are_dear_a_text_that_copies_nothing_is_looked_up_at_every_fourth_step_only() -> None:
-    pace = RequestPace(Outlook((3,), chain=False))
+def test_in_a_large_batch_a_text_that_copies_nothing_is_looked_up_at_every_fourth_step_only() -> None:
+    requests = [FakeRequest(RequestPace(Outlook(range(1, K + 1), chain=True))) for _ in range(MANY_REQUESTS)]
+    many, few = (chain_pacer().begin(requests[:count], prompt_rows=0) for count in (MANY_REQUESTS, MANY_REQUESTS - 1))
+    pace = requests[0].pace
+    assert pace is not None
     looks = []
     for _ in range(40):
-        looks.append(pace.looks_up(2 * DEAR_ROW))
+        looks.append(pace.looks_up(many))
         pace.looked_up(0.0)
     assert all(looks[:QUIET_AFTER])
     assert sum(looks[QUIET_AFTER:]) == (40 - QUIET_AFTER) // 4
-    assert all(pace.looks_up(0.5 * DEAR_ROW) for _ in range(8))
+    assert all(pace.looks_up(few) for _ in range(8))
     pace.looked_up(0.5)
-    assert all(pace.looks_up(2 * DEAR_ROW) for _ in range(QUIET_AFTER))
+    assert all(pace.looks_up(many) for _ in range(QUIET_AFTER))
 
 
 def test_a_probe_that_takes_longer_than_a_step_is_saved_up_for() -> None:

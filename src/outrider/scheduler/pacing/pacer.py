@@ -41,8 +41,8 @@ PAUSE_AFTER = 24
 CHOOSE_EVERY = 8
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
-DEAR_ROW = 0.15
-"""Price of a row, in tokens, from which on a request is not looked up for at each step if little was found lately."""
+MANY_REQUESTS = 8
+"""Number of requests from which on those for which little was found lately are not looked up for at each step."""
 QUIET_AFTER, QUIET_EVERY = 8, 4
 """Number of look-ups in a row that found nothing worth its rows until only every fourth step looks up."""
 USUAL_CONTINUATION = 0.75
@@ -63,6 +63,8 @@ class Pace:
     """Least joint probability of the drafts so far with which a chain makes another pass."""
     lookup: int
     """Most drafts that may be looked up for a request; 0 looks nothing up."""
+    saves_lookups: bool
+    """Whether requests for which little was found lately are looked up for now and then only."""
     draft_price: float
     """Tokens that the time of drafting for one request is worth."""
     outlook_at: int
@@ -107,11 +109,11 @@ class RequestPace:
         self._quiet = 0
         """Number of steps since something worth its rows was looked up."""
 
-    def looks_up(self, row_price: float) -> bool:
-        """Whether to look up drafts at this step: a look-up takes time as well, which is lost where it finds nothing,
-        and a text that copies will still do so a few steps later."""
+    def looks_up(self, pace: Pace) -> bool:
+        """Whether to look up drafts at this step. Look-ups of many requests take a noticeable part of a step, which is
+        lost where they find nothing, and a text that copies will still do so a few steps later."""
         self._quiet += 1
-        return row_price < DEAR_ROW or self._quiet <= QUIET_AFTER or self._quiet % QUIET_EVERY == 0
+        return not pace.saves_lookups or self._quiet <= QUIET_AFTER or self._quiet % QUIET_EVERY == 0
 
     def looked_up(self, value: float) -> None:
         """Takes note of what the best drafts that were looked up are worth."""
@@ -244,7 +246,9 @@ class Pacer:
         for request in paced:
             request.drafts, request.wanted = min(request.drafts, verified), min(request.k, proposed)
         self._newcomers_k = proposed
-        return Pace(rate=1.0, row_price=0.0, going_on=0.0, lookup=0, draft_price=0.0, outlook_at=-1)
+        return Pace(
+            rate=1.0, row_price=0.0, going_on=0.0, lookup=0, saves_lookups=False, draft_price=0.0, outlook_at=-1
+        )
 
     def _choose(self, paced: Sequence[PacedRequest], count: int, keys: int) -> None:
         """Chooses for which requests to propose from now on."""
@@ -402,6 +406,7 @@ class Pacer:
             row_price=self._row_price,
             going_on=PRICES[found.policy.price],
             lookup=self._lookup,
+            saves_lookups=count >= MANY_REQUESTS,
             draft_price=rate * passes_s / many if many else 0.0,
             outlook_at=at if many else -1,
         )
