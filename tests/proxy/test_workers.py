@@ -26,6 +26,7 @@ from tests.proxy.cluster import (
 )
 from tests.proxy.conftest import Pair
 from tests.server.running import RunningServer, wait_until
+from tests.stopping import stop
 
 PREFILL_LIMIT_S = 4
 
@@ -137,7 +138,7 @@ def test_workers_may_die_or_stop_and_the_text_stays_right(tiny_model_path: Path,
         assert counters(p2)["handed_over"] > 0
 
         # A suspended worker still accepts connections.
-        p2.process.send_signal(signal.SIGSTOP)
+        stop(p2.process)
         began_s = time.monotonic()
         story.check("with a prefill worker that is stopped", by=d2)
         assert time.monotonic() - began_s < LIMIT_S

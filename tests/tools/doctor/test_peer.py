@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import threading
 import time
@@ -28,7 +27,7 @@ from outrider.engine.build import build_engine
 from outrider.tools.bench.transfer_links import start_worker
 from outrider.tools.bench.transfer_pages import PagedMemory
 from outrider.tools.bench.transfer_worker import engine_settings
-from outrider.tools.doctor import peer_address
+from outrider.tools.doctor import peer, peer_address
 from outrider.tools.doctor.findings import Finding, Status
 from outrider.tools.doctor.peer import OwnSide, PeerReport, examine_peer
 from outrider.transfer.desk import Desk
@@ -174,11 +173,31 @@ def test_another_key_is_told_from_no_answer(model: Path, plain: str) -> None:
 def test_a_stopped_worker_is_told_from_a_wrong_key(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_address, "ANSWER_LIMIT_S", 0.5)
     own = own_side(settings(model))
-    with Prefiller(key=KEY) as peer:
+    with Prefiller(key=KEY) as stranger:
         # It has other KV altogether.
-        assert {problem.name for problem in problems(examine_peer(peer.endpoint, own))} == {"layers"}
-        peer.signal(signal.SIGSTOP)
-        problem = only_problem(examine_peer(peer.endpoint, own))
+        assert {problem.name for problem in problems(examine_peer(stranger.endpoint, own))} == {"layers"}
+        stranger.stop()
+        problem = only_problem(examine_peer(stranger.endpoint, own))
+        assert (problem.name, "stopped" in str(problem.advice)) == ("endpoint", True)
+
+
+def test_a_worker_that_stops_after_the_first_look_has_no_wrong_key(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_address, "ANSWER_LIMIT_S", 0.5)
+    own = own_side(settings(model), replace(OURS, answer_limit_s=0.5))
+    with Prefiller(key=KEY) as stranger:
+        looks = 0
+
+        def check_and_stop(endpoint: str) -> None:
+            nonlocal looks
+            peer_address.check_endpoint(endpoint)
+            stranger.stop()
+            looks += 1
+
+        monkeypatch.setattr(peer, "check_endpoint", check_and_stop)
+        problem = only_problem(examine_peer(stranger.endpoint, own))
+        assert looks == 1
         assert (problem.name, "stopped" in str(problem.advice)) == ("endpoint", True)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.stopping import stop
+
 from outrider.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,11 +99,7 @@ class WorkerProcess:
         self.process.wait()
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        # A signal takes effect some time later.
-        end_s = time.monotonic() + 5
-        while "T (stopped)" not in Path(f"/proc/{self.process.pid}/status").read_text() and time.monotonic() < end_s:
-            time.sleep(0.001)
+        stop(self.process)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

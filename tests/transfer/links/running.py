@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.stopping import stop
 from tests.transfer.links.worlds import DIGEST, KEY, Pages
 
 from outrider.transfer.link import Event, Received
@@ -51,6 +52,9 @@ class Prefiller:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def stop(self) -> None:
+        stop(self.process)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -196,7 +196,7 @@ def test_a_stopped_peer_is_read_over_cma() -> None:
     with Prefiller() as worker, reader(destination, transport="cma") as link:
         greet(link, worker.endpoint)
         read_and_compare(link, worker.endpoint, source, destination, Interval(0, 16))
-        worker.signal(signal.SIGSTOP)
+        worker.stop()
         read_and_compare(link, worker.endpoint, source, destination, Interval(0, 2048))
 
 
@@ -208,7 +208,7 @@ def stopped_read(link: NixlLink, worker: Prefiller, destination: Pages) -> int:
     end_s = time.monotonic() + 5
     while not destination.arenas[0][::64].any() and time.monotonic() < end_s:
         time.sleep(0.001)
-    worker.signal(signal.SIGSTOP)
+    worker.stop()
     assert destination.arenas[0][::64].any(), "the read did not start"
     assert collect(link, 1, limit_s=0.3) == [], "the read ended before its peer was stopped"
     return transfer
@@ -306,7 +306,7 @@ def test_a_peer_that_stopped_before_it_was_read_can_be_fenced() -> None:
     runs = shuffled_runs(Pages(SMALL, 16, 0), destination, Interval(0, 16), 1)
     with Prefiller() as worker, reader(destination, transport="tcp") as link:
         introduction = introduced(link, worker.endpoint)
-        worker.signal(signal.SIGSTOP)
+        worker.stop()
         link.meet(worker.endpoint, introduction)
         transfer = link.read(worker.endpoint, GroupRead(0, 0, runs))
         assert collect(link, 1, limit_s=0.3) == []
@@ -323,7 +323,7 @@ def test_other_peers_are_read_while_one_is_stopped_and_fenced(prefiller: Prefill
         greet(link, worker.endpoint)
         greet(link, prefiller.endpoint)
         read_and_compare(link, prefiller.endpoint, source, destination, Interval(0, 500))
-        worker.signal(signal.SIGSTOP)
+        worker.stop()
         stuck = link.read(worker.endpoint, GroupRead(0, 0, runs))
         other = link.read(prefiller.endpoint, GroupRead(1, 1, runs))
         assert collect(link, 1) == [Landed(other)]

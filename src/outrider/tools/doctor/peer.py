@@ -226,6 +226,8 @@ def _shake_hands(report: PeerReport, own: OwnSide, endpoint: str, facts: PeerFac
     try:
         answer = talk.greet()
         if answer is None:
+            # A worker that was stopped after the first look at its endpoint does not answer either.
+            check_endpoint(endpoint)
             raise Unusable(
                 "cluster key",
                 f"{endpoint} takes connections, but does not answer under this cluster key: it has another one",
