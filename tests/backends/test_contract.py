@@ -251,6 +251,7 @@ def test_what_is_enqueued_runs_before_the_next_operation_and_at_the_end_of_a_ste
             assert near(found, plain)
     with backend.step():
         feed.enqueue(moved(random(9, rows, width), backend.device), (places,), 0)
+    backend.settle()
     REFERENCE.store(random(9, rows, width), layer(), expected, moved(places, torch.device("cpu")))
     assert near(kv.keys, expected.keys)
 

@@ -24,6 +24,7 @@ class Recorder(Drafter):
         self.inner = inner
         self.footprint = inner.footprint
         self.layer_groups = inner.layer_groups
+        self.backend = inner.backend
         self.proposals: list[Recorded] = []
         self.batches: list[list[int]] = []
         """The k of each batch's requests."""

@@ -62,8 +62,9 @@ class Pass(ABC, Generic[Options, Result]):
         """Runs the pass. Its results may be overwritten by the next run of the same pass."""
 
     def enqueue(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> None:
-        """Schedules a pass without results to run before the next operation of the backend, or at the latest at the end
-        of the step. Neither `x` nor the tensors in `groups` may change until then."""
+        """Schedules a pass without results to run before the next operation of the backend. One that is left at the end
+        of a step may run while the engine prepares the next step, and has ended when that begins, or once `settle`
+        returns. Neither `x` nor the tensors in `groups` may change until then."""
         self.run(x, groups, options)
 
 
@@ -178,9 +179,12 @@ class Backend(ABC):
         return EagerPass(body)
 
     def step(self) -> AbstractContextManager[None]:
-        """Surrounds the passes of one step. At its end, passes that are still enqueued run; if the step fails, they are
-        dropped."""
+        """Surrounds the passes of one step. At its end, passes that are still enqueued begin; if the step fails, they
+        are dropped."""
         return nullcontext()
+
+    def settle(self) -> None:
+        """Waits for the passes that began at the end of the last step. Whoever else reads pages calls it before."""
 
     # ---- batches and sampling ----------------------------------------------------------------------
 

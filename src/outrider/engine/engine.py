@@ -339,6 +339,7 @@ class Engine:
         live = self._live.requests.get(request_id)
         self._to_abort.append(request_id)
         self._abort_pending()
+        self._settle_if_idle()
         return None if live is None else live.output
 
     def abort_soon(self, request_id: str) -> None:
@@ -402,10 +403,16 @@ class Engine:
                 work, total_s = result.work, time.perf_counter() - started_s
                 times = StepTimes(work.target_s, work.draft_s, total_s)
                 self.pacer.observe(work.shape, times, tokens=sum(len(update.tokens) for update in updates))
+            self._settle_if_idle()
             return list(changed.values())
         except BaseException as error:
             self._abandon(plan, error)
             raise
+
+    def _settle_if_idle(self) -> None:
+        """Without another step to come, nothing else ends what the last one has begun, and frees its threads."""
+        if not self.has_work:
+            self.runner.settle()
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
         """End the requests of a step that was interrupted: how far it got is unknown."""

@@ -10,7 +10,7 @@ an arena have pages of equal bytes and different lengths; the unused bytes of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from math import prod
 
@@ -36,8 +36,13 @@ class PageStore:
         *,
         dtype: torch.dtype,
         backend: Backend,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`owners`: the target, then the drafter if it has groups, in the layout's order."""
+        """`owners`: the target, then the drafter if it has groups, in the layout's order. `settle` waits until the last
+        step has written all that it writes."""
+        self._settle = settle
+        self.exposed = False
+        """Whether pages are read and written by more than the backend."""
         self._arenas = [
             _arena(pages, page_bytes // dtype.itemsize, dtype=dtype, backend=backend)
             for pages, page_bytes in zip(arena_pages, layout.arena_page_bytes, strict=True)
@@ -67,12 +72,14 @@ class PageStore:
 
     def page_bytes(self, group: int, page: int) -> bytes:
         """Returns a page's content, for a checksum."""
+        self._settle()
         tensor = self._groups[group][page].contiguous().cpu()
         return tensor.view(torch.uint8).numpy().tobytes()
 
     def slots_digest(self, group: int, pages: Sequence[int], interval: Interval) -> bytes:
         """Returns a digest of slots in the order of their positions: two workers with other page sizes, and other
         pages, get the same one. `pages` is indexed by page number."""
+        self._settle()
         hasher = blake2b(digest_size=16)
         size = self._groups[group].shape[-2]
         for number in pages_under(interval, size):
@@ -88,6 +95,7 @@ class PageStore:
                 "kv_transfer_config: KV in a GPU's memory cannot be handed over yet; use --device cpu, or leave "
                 "kv_transfer_config out"
             )
+        self.exposed = True
         arenas = [
             ArenaMemory(
                 base=arena.data_ptr(), page_bytes=arena.shape[1] * arena.element_size(), num_pages=arena.shape[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import NamedTuple
 
@@ -100,7 +101,9 @@ class Runner:
             owners += (drafter.layer_groups,)
         self.owners = owners
         """The target's layers, then the drafter's if it has any, in the order of the layout's groups."""
-        self.store = PageStore(layout, config.arena_pages, owners, dtype=kv_dtype, backend=self.backend)
+        self.store = PageStore(
+            layout, config.arena_pages, owners, dtype=kv_dtype, backend=self.backend, settle=self.settle
+        )
         self._tables = BlockTables(layout, max_model_len=config.max_model_len, device=self.device)
         self._batches = self.backend.batch_builder(layout, self._tables)
         self._decoder = target
@@ -117,7 +120,11 @@ class Runner:
             calibration=calibration,
             lookup=lookup,
         )
+        self._other_backend: Backend | None = None
+        """That of a drafter that was loaded for another one."""
         if drafter is not None:
+            if drafter.backend is not self.backend:
+                self._other_backend = drafter.backend
             groups = layout.draft_groups
             kv = self.store.layers(drafter.layer_groups, groups.start) if drafter.layer_groups is not None else ()
             self.drafting.bind(self._batches, kv)
@@ -132,8 +139,21 @@ class Runner:
     # ---- one step ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode(), self.backend.step():
-            return self._run(plan)
+        with torch.inference_mode(), self.backend.step(), self._drafter_step():
+            result = self._run(plan)
+        if self.store.exposed:
+            # What a step wrote may be read as soon as it is committed.
+            self.settle()
+        return result
+
+    def settle(self) -> None:
+        """Waits for what the last step has left to threads of the backend."""
+        self.backend.settle()
+        if self._other_backend is not None:
+            self._other_backend.settle()
+
+    def _drafter_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._other_backend is None else self._other_backend.step()
 
     def _run(self, plan: StepPlan) -> StepResult:
         plan.kv.apply_to(self._tables)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.attention import PagedKV
-from outrider.backends.base import Argmax
+from outrider.backends.base import Argmax, Backend
 from outrider.backends.batch import BatchBuilder
 from outrider.errors import ExtensionError
 from outrider.kv.footprint import KVFootprint
@@ -198,6 +198,8 @@ class Drafter:
     footprint: KVFootprint
     layer_groups: LayerGroups | None = None
     """The drafter's layers in their KV groups; None for a drafter without KV."""
+    backend: Backend | None = None
+    """Given by a drafter that enqueues passes: the backend that it was loaded for."""
     default_k: int = 4
     """Number of drafts per step if the user does not choose one; the most, where the engine chooses."""
     lookup: LookupConfig | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -18,6 +19,8 @@ from outrider.backends import cpu
 from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Body, EagerPass, Options, Pass, Result
 from outrider.backends.cpu.backend import CPUBackend
+from outrider.backends.cpu.kernels.pool import BUSY
+from outrider.backends.cpu.kernels.threads import Threads
 from outrider.backends.cpu.packed import Packing
 from outrider.backends.cpu.passes import PROGRAMS_MAX
 from outrider.backends.cpu.program import RECORDED_ROWS_MAX
@@ -264,6 +267,77 @@ def test_a_step_that_fails_drops_what_it_enqueued() -> None:
         backend.norm(random(0, 1, 64), random(1, 64), 1e-5)
     assert feed.written == 1.0
     assert torch.get_num_threads() == threads
+
+
+# --- passes that are left at the end of a step ------------------------------------------------------------------
+
+
+def in_use(threads: Threads) -> bool:
+    """Whether the threads are kept for a program that was left to them."""
+    return bool(ctypes.c_int64.from_address(threads.address + BUSY).value)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    """Threads that the backends of a test share with nobody else."""
+    own = Threads(getattr(request, "param", 2))
+    monkeypatch.setattr("outrider.backends.cpu.backend.shared_threads", lambda _count: own)
+    yield own
+    own.close()
+
+
+def left_by_a_step(backend: CPUBackend, value: float) -> Feed:
+    feed = Feed(backend, rows=5)
+    with backend.step():
+        feed.enqueue(value)
+    return feed
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+def test_what_a_step_leaves_has_ended_when_the_next_one_begins_or_it_is_waited_for(threads: Threads) -> None:
+    backend = CPUBackend()
+    for number in range(1, 200):
+        feed = left_by_a_step(backend, float(number))
+        assert in_use(threads) == (threads.count > 1)
+        if number % 2:
+            with backend.step():
+                assert feed.written == float(number)
+        else:
+            backend.settle()
+            assert feed.written == float(number)
+        assert not in_use(threads)
+
+
+def test_other_engines_compute_while_a_step_has_left_something(threads: Threads) -> None:
+    backend, other = CPUBackend(), CPUBackend()
+    x, linear = random(0, 40, 64), Linear(weight=random(1, 200, 64))
+    expected = other.project(x, linear)
+    for number in range(50):
+        feed = left_by_a_step(backend, float(number))
+        assert torch.equal(other.project(x, linear), expected)
+        another = left_by_a_step(other, float(-number))
+        for each in (backend, other):
+            each.settle()
+        assert (feed.written, another.written) == (float(number), float(-number))
+    assert not in_use(threads)
+
+
+def test_an_operation_after_a_step_sees_what_it_left() -> None:
+    backend = CPUBackend(2)
+    for number in range(50):
+        feed = left_by_a_step(backend, float(number))
+        backend.norm(random(0, 1, 64), random(1, 64), 1e-5)
+        assert feed.written == float(number)
+
+
+def test_a_backend_that_goes_waits_for_what_its_last_step_left(threads: Threads) -> None:
+    for number in range(50):
+        backend = CPUBackend()
+        feed = left_by_a_step(backend, float(number))
+        assert in_use(threads)
+        del feed.backend, feed.compiled, backend
+        assert feed.written == float(number)
+        assert not in_use(threads)
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------

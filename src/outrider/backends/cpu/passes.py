@@ -51,20 +51,22 @@ class RecordedPass(Pass[Options, Result]):
 
 
 class Step(AbstractContextManager[None]):
-    """One step of the engine. PyTorch gets a single thread, and the enqueued pass runs before the step ends."""
+    """One step of the engine. PyTorch gets a single thread, and a pass that is still enqueued begins when the step
+    ends."""
 
     def __init__(self, backend: CPUBackend) -> None:
         self._backend = backend
         self._threads = torch_threads(1)
 
     def __enter__(self) -> None:
+        self._backend.settle()
         self._backend.discard()
         self._threads.__enter__()
 
     def __exit__(self, error: object, *_more: object) -> None:
         try:
             if error is None:
-                self._backend.flush()
+                self._backend.begin()
         finally:
             self._backend.discard()
             self._threads.__exit__()

@@ -20,7 +20,7 @@ from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Argmax
 from outrider.backends.cpu.kernels import jobs
 from outrider.backends.cpu.kernels.argmax import OUT_WORDS
-from outrider.backends.cpu.kernels.pool import ENTER, PROGRAM_WORDS, RUN_COPY, RUN_PROGRAM
+from outrider.backends.cpu.kernels.pool import ALONE, BEGIN, ENTER, POOL, PROGRAM_WORDS, RUN_COPY, RUN_PROGRAM
 from outrider.backends.cpu.kernels.probability import largest_probabilities
 from outrider.backends.reference.backend import TorchArgmax
 
@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 _ENTRY = struct.Struct(f"{PROGRAM_WORDS}q")
 _GROUP = struct.Struct("8q")
 _WORD = struct.Struct("q")
+_HEADER = struct.Struct("4q")
+_PROGRAM = struct.Struct("3q")
 RECORDED_ROWS_MAX = 64
 """The most rows of a recorded pass. Passes of more rows take so long that the calls from Python do not matter."""
 _METADATA_KEPT = 2
@@ -241,6 +243,14 @@ class Program(Generic[Result]):
         self._set(x, groups)
         ENTER.call(self._pool, entries.address, RUN_PROGRAM, count)
         return self._results[0]
+
+    def begin(self, x: Tensor, groups: Sequence[AttentionMetadata], job: Job) -> None:
+        """Leaves the program to a thread of the pool. It ends with `SETTLE` of the job; until then the job, the input
+        and the metadata must not change."""
+        self._set(x, groups)
+        _HEADER.pack_into(job.words, 0, ALONE.address, 1, 0, 0)
+        _PROGRAM.pack_into(job.words, 8 * POOL, self._pool, self._list.address, len(self._entries))
+        ENTER.call(self._pool, job.address, BEGIN, 0)
 
     def _list_after(self, first: Program[Any]) -> Words:
         lists = self._lists_after.get(first)

@@ -166,6 +166,8 @@ class Pacer:
         self._row_price = 0.0
         """Tokens that the time of one more target row was worth at the last step."""
         self._credit_s = 0.0
+        self._probe_s = 0.0
+        """Least credit for drafting for one more request; 0 where it has to be estimated again."""
         self._turn = 0
         self._since_pause = 0
         self._newcomers_k = sizes[-1] if self._asks_drafter else 0
@@ -273,7 +275,7 @@ class Pacer:
             self._rate, last = found.rate, found.policy
         found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
         self._rate, self._drafting = found.rate, found
-        self._chosen_for, self._choice_age = len(paced), 0
+        self._chosen_for, self._choice_age, self._probe_s = len(paced), 0, 0.0
         if count and self._asks_drafter:
             self._chosen = frozenset(pace for number in found.requests if (pace := paced[number].pace) is not None)
             for request in paced:
@@ -368,12 +370,15 @@ class Pacer:
     def _probe(self, paced: Sequence[PacedRequest], rows: int) -> None:
         """Tries what is not expected to pay, when enough time has been saved up: drafting for one more request, or more
         drafts for one."""
+        if not paced or self._credit_s < self._probe_s:
+            return
         sizes = self._outlook.sizes
         number = next((n for n, size in enumerate(sizes) if size >= PROBED_DRAFTS), len(sizes) - 1)
         size = sizes[number]
-        probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(number, 0))
-        probe_s += self._more_rows_s(rows, PROBED_DRAFTS)
-        if self._credit_s < probe_s or not paced:
+        probe_s = self._probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(number, 0)) + self._more_rows_s(
+            rows, PROBED_DRAFTS
+        )
+        if self._credit_s < probe_s:
             return
         self._turn += 1
         for offset in range(len(paced)):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend
+from outrider.backends.attention import AttentionMetadata
+from outrider.backends.base import Backend, Pass
 from outrider.backends.batch import Batch, Span
 from outrider.kv.archetypes import DrafterShape, chain_from_taps
 from outrider.models.decoder import Decoder
@@ -43,6 +44,15 @@ class Entrance(ABC):
     @abstractmethod
     def enter(self, embedded: Tensor, features: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
         """Returns the input of queries, keys and values, and the residual. May overwrite `features`."""
+
+
+def side_by_side(first: Tensor, second: Tensor, backend: Backend) -> Tensor:
+    """Returns the columns of both, in a way that a pass can record."""
+    width = first.shape[1]
+    both = first.new_empty(first.shape[0], width + second.shape[1])
+    backend.copy(first, both[:, :width])
+    backend.copy(second, both[:, width:])
+    return both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,7 +82,7 @@ class JoinedEntrance(Entrance):
             embedded = backend.norm(embedded, self.embedding_norm, self.eps)
         if self.feature_norm is not None:
             features = backend.norm(features, self.feature_norm, self.eps)
-        x = backend.project(torch.cat([embedded, features], dim=1), self.join)
+        x = backend.project(side_by_side(embedded, features, backend), self.join)
         return (x if self.input_norm is None else backend.norm(x, self.input_norm, self.eps)), x
 
 
@@ -97,6 +107,7 @@ class OneLayerAhead(Drafter):
     def __init__(
         self, network: AheadNetwork, settings: DrafterSettings, *, method: str, name: str, fingerprint: str
     ) -> None:
+        self.backend = settings.backend
         body = network.body
         assert len(body.layers) == 1
         pack = settings.packer()
@@ -115,11 +126,13 @@ class OneLayerAhead(Drafter):
         shape = DrafterShape(groups=self.layer_groups.specs, taps=network.taps, max_len=limit, fingerprint=fingerprint)
         self.footprint = chain_from_taps(method, shape)
         self._services: DraftServices | None = None
+        self._pairs_pass: Pass[None, None] | None = None
         self._fed: dict[str, Tensor] = {}
         """Output of the last fed row, for requests that propose in this step."""
 
     def bind(self, services: DraftServices) -> None:
         self._services = services
+        self._pairs_pass = self._decoder.backend.compile_pass(self._leave_pairs)
 
     def feed(self, rows: Sequence[FeedRow], taps: Tensor) -> None:
         self._fed.clear()
@@ -140,7 +153,10 @@ class OneLayerAhead(Drafter):
                 drafting.append(request.id)
         entrance, backend = self._network.entrance, self._decoder.backend
         if passed:
-            self._leave_pairs(self._batch(passed), entrance.features(tap_rows(taps, passed_taps), backend))
+            assert self._pairs_pass is not None
+            batch = self._batch(passed)
+            rows_of_both = torch.cat([self._embedded(batch), tap_rows(taps, passed_taps)], dim=1)
+            self._pairs_pass.enqueue(rows_of_both, batch.groups, None)
         if last:
             hidden = self._run(self._batch(last), entrance.features(tap_rows(taps, last_taps), backend))
             self._fed = dict(zip(drafting, hidden, strict=True))
@@ -149,22 +165,23 @@ class OneLayerAhead(Drafter):
         assert self._services is not None
         return self._services.batches.build(spans, self._services.groups)
 
-    def _enter(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _embedded(self, batch: Batch) -> Tensor:
         decoder = self._decoder
-        embedded = decoder.backend.embed(batch.token_ids, decoder.parameters.embedding, decoder.spec.embedding_scale)
-        return self._network.entrance.enter(embedded, features, decoder.backend)
+        return decoder.backend.embed(batch.token_ids, decoder.parameters.embedding, decoder.spec.embedding_scale)
 
-    def _leave_pairs(self, batch: Batch, features: Tensor) -> None:
+    def _leave_pairs(self, both: Tensor, groups: tuple[AttentionMetadata, ...], _options: None) -> None:
+        """Writes the keys and values of rows, each with the token's embedding and the target's taps side by side."""
         assert self._services is not None
-        backend = self._decoder.backend
-        pairs = backend.project(self._enter(batch, features)[0], self._pair)
-        backend.store(pairs, self._decoder.attention[0], self._services.kv[0], batch.groups[0])
+        backend, entrance, width = self._decoder.backend, self._network.entrance, self._network.body.hidden_size
+        embedded, features = both[:, :width], entrance.features(both[:, width:], backend)
+        pairs = backend.project(entrance.enter(embedded, features, backend)[0], self._pair)
+        backend.store(pairs, self._decoder.attention[0], self._services.kv[0], groups[0])
 
     def _run(self, batch: Batch, features: Tensor) -> Tensor:
         assert self._services is not None
         decoder, backend = self._decoder, self._decoder.backend
         layer = decoder.parameters.layers[0]
-        x, residual = self._enter(batch, features)
+        x, residual = self._network.entrance.enter(self._embedded(batch), features, backend)
         qkv = backend.project(x, layer.qkv)
         attended = backend.attend(qkv, decoder.attention[0], self._services.kv[0], batch.groups[0])
         x = backend.project_add(

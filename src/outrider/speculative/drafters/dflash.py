@@ -93,6 +93,7 @@ class DFlash(Drafter):
         fingerprint: str,
     ) -> None:
         self.spec = spec
+        self.backend = settings.backend
         self.layer_groups = block_groups(spec, page_tokens=settings.page_tokens, item_bytes=settings.dtype.itemsize)
         check_abilities(settings.backend, self.layer_groups, name)
         limit = min(settings.max_model_len, spec.body.max_position)
@@ -124,18 +125,13 @@ class DFlash(Drafter):
         services = self._services
         assert services is not None
         assert self._feed_pass is not None
-        spans, runs, proposes = [], [], False
-        for request, (start, end), taps_at, also_proposes in rows:
+        spans, runs = [], []
+        for request, (start, end), taps_at, _proposes in rows:
             spans.append(Span(request.table_row, start, request.tokens[start:end]))
             runs.append((taps_at, end - start))
-            proposes = proposes or also_proposes
         batch = services.batches.build(spans, services.groups)
-        fed = tap_rows(taps, runs)
-        if proposes:
-            # A proposal follows, which a backend may run in the same call.
-            self._feed_pass.enqueue(fed, batch.groups, None)
-        else:
-            self._feed_pass.run(fed, batch.groups, None)
+        # A backend may run it in one call with the proposal that follows, or else while the next step is prepared.
+        self._feed_pass.enqueue(tap_rows(taps, runs), batch.groups, None)
 
     def _write_context(self, taps: Tensor, groups: tuple[AttentionMetadata, ...], _options: None) -> None:
         """Writes the keys and values of context rows to their slots in every layer."""

@@ -23,7 +23,7 @@ from outrider.models.spec import DecoderSpec
 from outrider.models.weights.base import layers_from
 from outrider.speculative.checkpoints import fit
 from outrider.speculative.checkpoints.source import DrafterFiles, named_checkpoint, open_drafter
-from outrider.speculative.drafters.ahead import AheadNetwork, Entrance, JoinedEntrance, OneLayerAhead
+from outrider.speculative.drafters.ahead import AheadNetwork, Entrance, JoinedEntrance, OneLayerAhead, side_by_side
 from outrider.speculative.method import DrafterMethod, Training
 from outrider.speculative.settings import DrafterSettings
 from outrider.speculative.vocabulary import DraftVocabulary
@@ -54,7 +54,7 @@ class WideEntrance(Entrance):
 
     def enter(self, embedded: Tensor, features: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
         normed = backend.norm(features, self.feature_norm, self.eps)
-        wide = torch.cat([backend.norm(embedded, self.embedding_norm, self.eps), normed], dim=1)
+        wide = side_by_side(backend.norm(embedded, self.embedding_norm, self.eps), normed, backend)
         return wide, (normed if self.normed_residual else features)
 
 

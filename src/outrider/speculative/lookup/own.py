@@ -12,6 +12,8 @@ from outrider.speculative.lookup.match import Match
 CHECKED_TOKENS = 64
 """Number of tokens at the end of the known text that every call compares."""
 FEWEST_BUCKETS = 256
+FEW_RUNS = 6
+"""Fewer runs than this are entered faster one by one."""
 
 
 class Chains:
@@ -55,6 +57,12 @@ class Chains:
     def _insert(self, text: array[int], start: int, end: int) -> None:
         length, heads, mask = self.length, self._heads, self._mask
         append = self._previous.append
+        if end - start < FEW_RUNS:
+            for position in range(start, end):
+                bucket = hash(tuple(text[position - length : position])) & mask
+                append(heads[bucket])
+                heads[bucket] = position
+            return
         runs = zip(*[text[start - length + place : end - length + place] for place in range(length)], strict=True)
         for position, key in enumerate(map(hash, runs), start):
             bucket = key & mask
@@ -97,11 +105,15 @@ class OwnText:
         text = self._text
         known, count = len(text), len(tokens)
         checked = max(0, known - CHECKED_TOKENS)
-        if count < known or array("I", tokens[checked:known]) != text[checked:]:
+        end = tokens[checked:known]
+        if not isinstance(end, array):
+            end = array("I", end)
+        if count < known or end != text[checked:]:
             self._cut(tokens)
             known = len(text)
         if count > known:
-            text.extend(array("I", tokens[known:]))
+            new = tokens[known:]
+            text.extend(new if isinstance(new, array) else array("I", new))
             for chains in self._chains:
                 if count > chains.length:
                     chains.extend(text, count)

@@ -4,6 +4,9 @@ The calling thread works too. Chunks are taken one at a time from a counter, so 
 asleep delays no other: the others take its chunks. A thread without work spins for some tens of microseconds, the usual
 gap between two calls, and then sleeps in the operating system, so an idle pool uses no core.
 
+A whole program may also be left to a thread of the pool while the caller goes on with something else, and is waited
+for later: BEGIN and SETTLE.
+
 The counter and the number of the job share one word. A late thread claims a chunk only by a compare-and-swap of that
 word against what it read before it read the job, so it can neither claim a chunk of a job that is over nor mix two jobs
 up.
@@ -14,8 +17,8 @@ from __future__ import annotations
 from numba import njit
 
 from outrider.backends.cpu.kernels.attention import plan_attend, plan_merge
-from outrider.backends.cpu.kernels.compiling import OPTIONS, Entry
-from outrider.backends.cpu.kernels.jobs import CHUNKS, KERNEL, SCRATCH, SCRATCH_BYTES, set_word, word
+from outrider.backends.cpu.kernels.compiling import OPTIONS, Entry, Kernel
+from outrider.backends.cpu.kernels.jobs import CHUNKS, KERNEL, OWN, SCRATCH, SCRATCH_BYTES, set_word, word
 from outrider.backends.cpu.kernels.linear import plan_linear
 from outrider.backends.cpu.kernels.memory import (
     atomic_add,
@@ -30,7 +33,7 @@ from outrider.backends.cpu.kernels.memory import (
 )
 from outrider.backends.cpu.kernels.norm import plan_norm
 from outrider.backends.cpu.kernels.rotate import ATTEND_KERNEL, ROTATE_KERNEL, plan_rotate
-from outrider.backends.cpu.kernels.vector import LANES, load_part, store_part
+from outrider.backends.cpu.kernels.vector import FLOAT32, LANES, load_part, store_part
 
 # Words of the pool, a cache line apart.
 TICKET, JOB, LIMIT, DONE, ASLEEP, WAITING, BUSY, STOP, THREADS = (64 * number for number in range(9))
@@ -42,14 +45,15 @@ POOL_BYTES = 64 * 9
 _CLOSED = 0x7FFFFFFF
 _SPINS = 1500  # calls of `pause`, some 40 ns each
 
-RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_STORE, RUN_ATTEND, RUN_COPY, RUN_PROGRAM = range(7)
+RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_STORE, RUN_ATTEND, RUN_COPY, RUN_PROGRAM, BEGIN, SETTLE = range(9)
 """The operations that a caller can request.
 
 RUN_PLAIN: a job whose chunks are counted already. RUN_LINEAR: the parameter is the job of a norm that runs first, or 0.
 RUN_STORE: attention without queries. RUN_ATTEND: the parameter is the number of blocks whose results fit into PARTS.
 RUN_COPY: in place of a job, the address of float32 numbers; the parameter is the destination. RUN_PROGRAM: in place of
 a job, the address of a list of operations; the parameter is their number. The list may instead be a list of such
-lists."""
+lists. BEGIN: the job, of the kernel ALONE, is left to the first thread that has nothing else to do, and the call
+returns. The pool stays in use until SETTLE with the same job, which waits for its end, or runs it if no thread has."""
 WHAT, JOB_OR_SOURCE, PARAMETER, COUNT = range(4)
 """Words of one operation in a program. COUNT is the number of elements to copy."""
 PROGRAM_WORDS = 4
@@ -99,13 +103,8 @@ def _serve(pool, thread):
 
 
 @njit(**OPTIONS)
-def _run_chunks(pool, job, shared):
-    """Runs a job's chunks on all threads of the pool, or where it is not `shared` on the calling thread alone."""
-    chunks = word(job, CHUNKS)
-    if chunks <= 1 or not shared:
-        for chunk in range(chunks):
-            _execute(job, chunk, 0)
-        return
+def _post(pool, job, chunks):
+    """Offers a job's chunks to all threads."""
     number = ((atomic_load(pool + TICKET) >> 32) + 1) & 0x7FFFFFFF
     # Closed while the job is being replaced, so that no thread claims a chunk of the old job under the new limit.
     atomic_swap(pool + TICKET, (number << 32) | _CLOSED)
@@ -115,6 +114,11 @@ def _run_chunks(pool, job, shared):
     atomic_swap(pool + TICKET, number << 32)
     if atomic_load(pool + ASLEEP) != 0:
         futex_wake(pool + TICKET + 4)
+
+
+@njit(**OPTIONS)
+def _finish(pool, chunks):
+    """Runs the chunks that nobody has taken, and waits for the others."""
     _take_chunks(pool, 0)
     spins = 0
     while atomic_load(pool + DONE) != chunks:
@@ -127,6 +131,18 @@ def _run_chunks(pool, job, shared):
         if done != chunks:
             futex_wait(pool + DONE, done)
         atomic_swap(pool + WAITING, 0)
+
+
+@njit(**OPTIONS)
+def _run_chunks(pool, job, shared):
+    """Runs a job's chunks on all threads of the pool, or where it is not `shared` on the calling thread alone."""
+    chunks = word(job, CHUNKS)
+    if chunks <= 1 or not shared:
+        for chunk in range(chunks):
+            _execute(job, chunk, 0)
+    else:
+        _post(pool, job, chunks)
+        _finish(pool, chunks)
 
 
 @njit(**OPTIONS)
@@ -179,6 +195,35 @@ def _play(pool, entries, count, shared):
         )
 
 
+POOL, ENTRIES, ENTRY_COUNT, BEGUN = range(OWN, OWN + 4)
+"""Words of a job of ALONE: the pool, the program and its length, and whether a BEGIN waits for its SETTLE."""
+
+
+def _play_alone(job, _chunk, _scratch):
+    """Plays a program on one thread. Its jobs have their own scratch memory, of which it takes the caller's part."""
+    _play(word(job, POOL), word(job, ENTRIES), word(job, ENTRY_COUNT), False)
+
+
+ALONE = Kernel(_play_alone, FLOAT32)
+
+
+@njit(**OPTIONS)
+def _begin(pool, job):
+    if atomic_load(pool + THREADS) > 1 and atomic_claim(pool + BUSY, 0, 1):
+        set_word(job, BEGUN, 1)
+        _post(pool, job, 1)
+    else:
+        _execute(job, 0, 0)
+
+
+@njit(**OPTIONS)
+def _settle(pool, job):
+    if word(job, BEGUN) != 0:
+        _finish(pool, 1)
+        set_word(job, BEGUN, 0)
+        atomic_swap(pool + BUSY, 0)
+
+
 @njit(**OPTIONS)
 def _run(pool, job, what, parameter):
     # A caller that finds the pool in use runs its chunks alone.
@@ -203,6 +248,10 @@ def enter(pool, job, what, parameter):
         futex_wake(pool + TICKET + 4)
     elif job == 0:
         _serve(pool, what)
+    elif what == BEGIN:
+        _begin(pool, job)
+    elif what == SETTLE:
+        _settle(pool, job)
     else:
         _run(pool, job, what, parameter)
 
