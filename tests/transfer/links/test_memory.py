@@ -10,7 +10,7 @@ from tests.transfer.links.worlds import Layout, Pages, filled, shuffled_runs, sl
 from outrider.errors import TransferError
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.transfer.links.memory import ADDRESS_END, ArenaMemory, GroupMemory, MemoryMap, Spans, spans
-from outrider.transfer.links.reads import CHUNK_BYTES, CHUNK_SPANS, chunks
+from outrider.transfer.links.reads import CHUNK_SPANS, DIRECT_CHUNK_BYTES, STAGED_CHUNK_BYTES, chunks
 
 PAGE_SIZES = (1, 4, 8, 16, 32)
 
@@ -55,7 +55,7 @@ def test_spans_copy_exactly_the_slots(data: st.DataObject) -> None:
     planes, slot_bytes = layout.groups[group]
     num_slots = sum(run.slots for run in runs)
     assert found.total_bytes == num_slots * planes * slot_bytes
-    parts = list(chunks(found))
+    parts = list(chunks(found, STAGED_CHUNK_BYTES))
     assert sum(part.total_bytes for part in parts) == found.total_bytes
     copy(source, fast, parts)
     slow_copy(source, slow, group, runs)
@@ -69,23 +69,24 @@ def test_whole_pages_of_one_size_are_single_spans() -> None:
     assert len(spans(source.memory, 0, destination.memory, 0, runs).lengths) == len(runs) == 8
 
 
-def test_chunks_are_bounded_and_join_what_is_adjacent() -> None:
+@pytest.mark.parametrize("limit", [STAGED_CHUNK_BYTES, DIRECT_CHUNK_BYTES])
+def test_chunks_are_bounded_and_join_what_is_adjacent(limit: int) -> None:
     lengths = np.full(4096, 64 << 10, dtype=np.uint64)
     addresses = np.cumsum(lengths)
-    parts = list(chunks(Spans(addresses, addresses + np.uint64(1 << 40), lengths)))
-    assert all(part.total_bytes <= CHUNK_BYTES and len(part.lengths) == 1 for part in parts)
+    parts = list(chunks(Spans(addresses, addresses + np.uint64(1 << 40), lengths), limit))
+    assert all(part.total_bytes <= limit and len(part.lengths) == 1 for part in parts)
     assert sum(part.total_bytes for part in parts) == 4096 * (64 << 10)
-    scattered = list(chunks(Spans(addresses[::-1], addresses, lengths // np.uint64(64))))
+    scattered = list(chunks(Spans(addresses[::-1], addresses, lengths // np.uint64(64)), limit))
     assert max(len(part.lengths) for part in scattered) == CHUNK_SPANS
 
 
 def test_a_span_larger_than_a_chunk_goes_alone() -> None:
-    lengths = np.array([3 * CHUNK_BYTES, 1, 2 * CHUNK_BYTES], dtype=np.uint64)
+    lengths = np.array([3 * STAGED_CHUNK_BYTES, 1, 2 * STAGED_CHUNK_BYTES], dtype=np.uint64)
     addresses = np.array([0, 1 << 30, 1 << 32], dtype=np.uint64)
-    assert [part.total_bytes for part in chunks(Spans(addresses, addresses, lengths))] == [
-        3 * CHUNK_BYTES,
+    assert [part.total_bytes for part in chunks(Spans(addresses, addresses, lengths), STAGED_CHUNK_BYTES)] == [
+        3 * STAGED_CHUNK_BYTES,
         1,
-        2 * CHUNK_BYTES,
+        2 * STAGED_CHUNK_BYTES,
     ]
 
 

@@ -40,7 +40,11 @@ PAUSE_AFTER = 24
 """Least number of steps with drafts before one without."""
 CHOOSE_EVERY = 8
 """Number of steps for which a choice of drafting requests holds while the requests stay the same."""
+CALM_AFTER, CALM_EVERY = 16, 4
+"""Number of plain steps in a row without a proposal until only every fourth one is learnt from, and the choice holds
+four times as long: what is not drafted for should cost as little as possible."""
 LOOKED_UP = (Source.OWN_TEXT, Source.SHARED_TEXT)
+"""Sources whose worth changes for all requests at once, when users turn to other texts."""
 MANY_REQUESTS = 8
 """Number of requests from which on those for which little was found lately are not looked up for at each step."""
 QUIET_AFTER, QUIET_EVERY = 8, 4
@@ -155,6 +159,7 @@ class Pacer:
         sizes = tuple(sizes) or (1,)
         self._outlook = Outlook(sizes, chain=footprint.proposing is Proposing.CHAIN)
         """That of all requests."""
+        self._probed = Policy(next((n for n, size in enumerate(sizes) if size >= PROBED_DRAFTS), len(sizes) - 1), 0)
         self._proposals = 0
         self._continuation = USUAL_CONTINUATION
         """Mean probability that a draft is accepted if all before it are."""
@@ -170,6 +175,8 @@ class Pacer:
         """Least credit for drafting for one more request; 0 where it has to be estimated again."""
         self._turn = 0
         self._since_pause = 0
+        self._calm_steps = 0
+        """Number of plain steps since the drafter proposed anything."""
         self._newcomers_k = sizes[-1] if self._asks_drafter else 0
 
     def reset(self) -> None:
@@ -183,7 +190,7 @@ class Pacer:
         self._observed, self._rate, self._credit_s, self._chosen_for = (0.0, 0.0), 0.0, 0.0, -1
         self._drafting = Drafting((), Policy(len(self._outlook.sizes) - 1, 3), rate=0.0, plain_rate=0.0)
         self._chosen, self._choice_age, self._row_price = frozenset(), 0, 0.0
-        self._turn = self._since_pause = 0
+        self._turn = self._since_pause = self._calm_steps = 0
         self._newcomers_k = self._outlook.sizes[-1] if self._asks_drafter else 0
 
     @property
@@ -223,7 +230,7 @@ class Pacer:
         if self.forced is not None:
             return self._force(paced)
         count = len(decoding)
-        if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY:
+        if len(paced) != self._chosen_for or self._choice_age >= CHOOSE_EVERY * (CALM_EVERY if self._calm else 1):
             self._choose(paced, count, keys)
         self._choice_age += 1
         if self._pauses(paced):
@@ -275,14 +282,18 @@ class Pacer:
             self._rate, last = found.rate, found.policy
         found = choose_drafting(outlooks, committed=committed, step_s=step_s, rate=self._rate, last=last)
         self._rate, self._drafting = found.rate, found
-        self._chosen_for, self._choice_age, self._probe_s = len(paced), 0, 0.0
+        age, self._chosen_for, self._choice_age, self._probe_s = self._choice_age, len(paced), 0, 0.0
         if count and self._asks_drafter:
             self._chosen = frozenset(pace for number in found.requests if (pace := paced[number].pace) is not None)
             for request in paced:
                 if request.pace is not None and request.pace not in self._chosen:
-                    request.pace.outlook.learn(self._outlook.values, RETURN_RATE)
+                    request.pace.outlook.learn(self._outlook.values, RETURN_RATE * max(1.0, age / CHOOSE_EVERY))
         most = 2 * len(found.requests) > len(outlooks)
         self._newcomers_k = self._size if most else 0
+
+    @property
+    def _calm(self) -> bool:
+        return self._calm_steps > CALM_AFTER
 
     @property
     def _size(self) -> int:
@@ -372,12 +383,9 @@ class Pacer:
         drafts for one."""
         if not paced or self._credit_s < self._probe_s:
             return
-        sizes = self._outlook.sizes
-        number = next((n for n, size in enumerate(sizes) if size >= PROBED_DRAFTS), len(sizes) - 1)
-        size = sizes[number]
-        probe_s = self._probe_s = self._passes(1, [(1.0, 1.0)] * size, Policy(number, 0)) + self._more_rows_s(
-            rows, PROBED_DRAFTS
-        )
+        sizes, size = self._outlook.sizes, self._outlook.sizes[self._probed.size]
+        passes_s = self._passes(1, [(1.0, 1.0)] * size, self._probed)
+        probe_s = self._probe_s = passes_s + self._more_rows_s(rows, PROBED_DRAFTS)
         if self._credit_s < probe_s:
             return
         self._turn += 1
@@ -431,7 +439,8 @@ class Pacer:
             probability = pending.probabilities[place]
             now = pending.joint[place] / before if before > 0.0 else 0.0
             self.calibration.observe(pending.source, place, probability, accepted=agreed)
-            self.calibration.shift(pending.source, now, accepted=agreed)
+            if pending.source in LOOKED_UP:
+                self.calibration.shift(pending.source, now, accepted=agreed)
             request.shifts.observe(pending.source, now, accepted=agreed)
             before = pending.joint[place]
 
@@ -444,6 +453,7 @@ class Pacer:
         self.counts.offered_by_source[proposed.source] += len(proposed.joint)
         if proposed.source is not Source.DRAFTER:
             return
+        self._calm_steps = 0
         joint, sizes = proposed.joint, self._outlook.sizes
         if len(joint) > 1 and joint[0] > 0.0:
             per_place = (joint[-1] / joint[0]) ** (1.0 / (len(joint) - 1))
@@ -465,12 +475,14 @@ class Pacer:
             return
         if shape.passes or shape.rows > shape.requests:
             self.counts.drafting_steps += 1
+            if self.costs.observe(shape, times) < SURPRISE:
+                # Drafts have become cheaper than they were: it is worth looking again at once.
+                self._credit_s = max(self._credit_s, times.total_s)
         else:
             self.counts.plain_steps += 1
-        error = self.costs.observe(shape, times)
-        if error < SURPRISE and (shape.passes or shape.rows > shape.requests):
-            # Drafts have become cheaper than they were: it is worth looking again at once.
-            self._credit_s = max(self._credit_s, times.total_s)
+            self._calm_steps += 1
+            if not self._calm or self._calm_steps % CALM_EVERY == 0:
+                self.costs.observe(shape, times)
         rate = OBSERVED_RATE if self._observed[1] else 1.0
         before, before_s = self._observed
         self._observed = before + rate * (tokens - before), before_s + rate * (times.total_s - before_s)
