@@ -22,12 +22,13 @@ from outrider.tools.bench.serve_rates import (
     OFF,
     ON,
     RatesConfig,
+    Turn,
     distribution,
     measure,
     measurements,
     raise_if_nothing_worked,
 )
-from outrider.tools.bench.streamed_answer import Recorded, error_message, read, record
+from outrider.tools.bench.streamed_answer import Answer, Recorded, error_message, read, record
 
 OURS = {"data": [{"id": "ours", "owned_by": "outrider", "drafter": "dflash"}]}
 
@@ -113,6 +114,27 @@ def test_arrivals_are_those_of_the_seed() -> None:
     assert times == sorted(times)
     assert len(times) / times[-1] == pytest.approx(4.0, rel=0.1)
     assert Load(clients=2, every_s=3.0).arrival_times_s(5, seed=0) == [0, 0, 3, 3, 6]
+
+
+def answered(sent_s: float, first_s: float, ended_s: float, tokens: int) -> Answer:
+    return Answer(sent_s=sent_s, ended_s=ended_s, ttft_s=first_s - sent_s, tokens=tokens)
+
+
+def test_tokens_per_second_of_clients_are_counted_as_long_as_all_of_them_have_requests() -> None:
+    """Two clients with two requests each; from 20 s on, only one of them has any."""
+    answers = [answered(*times) for times in ((0, 1, 8, 8), (0, 1, 10, 10), (8, 9, 20, 12), (10, 11, 31, 21))]
+    until_20_s = 8 + 10 + 12 + (1 + 20 * 9 / 20)
+    assert Turn(answers, is_closed=True).tokens_per_s == pytest.approx(until_20_s / 20)
+    assert Turn(answers).tokens_per_s == pytest.approx(51 / 31)
+    failed = Answer(sent_s=10.0, ended_s=10.5, failure="no answer")
+    assert Turn([*answers[:3], failed], is_closed=True).tokens_per_s == pytest.approx(30 / 20)
+    assert Turn([failed], is_closed=True).tokens_per_s is None
+
+
+def test_an_answer_has_no_tokens_before_its_first_text() -> None:
+    some = answered(2, 4, 12, 9)
+    assert [some.tokens_until(at_s) for at_s in (1, 3.9, 4, 8, 12, 50)] == [0, 0, 1, 5, 9, 9]
+    assert Answer(sent_s=0, ended_s=5, tokens=3).tokens_until(4) == 0
 
 
 # ---- speculation on and off ------------------------------------------------------------------------

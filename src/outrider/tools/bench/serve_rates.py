@@ -4,7 +4,9 @@ For any server that speaks OpenAI's API. Every round sends the same requests und
 does so twice, with and without speculation, and in turns (on off, off on, …), so that a slow minute of the machine
 touches both alike; the ratios are medians over these pairs. What is reported of one load:
 
-    tokens/s    tokens of all complete answers / time from the first request to the last token; the median of the rounds
+    tokens/s    tokens of all complete answers / time from the first request to the last token; median of the rounds.
+                With clients that wait for their answers, only until the first of them has no further request: what
+                fewer clients get says nothing of the load, and where answers end at different times, it takes longer
     TTFT        from sending a request to its first text, over all requests of all rounds
     TPOT        time between the first and the last text of an answer / (its tokens − 1), over all requests
 """
@@ -146,6 +148,8 @@ class Turn:
     """What became of one set of requests."""
 
     answers: list[Answer]
+    is_closed: bool = False
+    """Whether the requests came from clients that wait for their answers."""
 
     @property
     def complete(self) -> list[Answer]:
@@ -160,8 +164,12 @@ class Turn:
         """None if no answer is complete."""
         if not self.complete:
             return None
-        seconds = max(each.ended_s for each in self.complete) - min(each.sent_s for each in self.answers)
-        return self.tokens / seconds
+        until_s = max(each.ended_s for each in self.complete)
+        if self.is_closed:
+            last_sent_s = max(each.sent_s for each in self.answers)
+            until_s = min((each.ended_s for each in self.complete if each.ended_s > last_sent_s), default=until_s)
+        tokens = sum(each.tokens_until(until_s) for each in self.complete)
+        return tokens / (until_s - min(each.sent_s for each in self.answers))
 
     def mean_ms(self, name: str) -> float | None:
         values = [value for each in self.complete if (value := getattr(each, name)) is not None]
@@ -197,7 +205,7 @@ def _turn(config: RatesConfig, facts: ServerFacts, case: Case, variant: str, num
         send_all(case.load, count, send, seed=config.seed)
     finally:
         connections.close()
-    return Turn([read(recorded[place]) for place in range(count)])
+    return Turn([read(recorded[place]) for place in range(count)], is_closed=case.load.is_closed)
 
 
 class _Connections:

@@ -62,6 +62,15 @@ class Answer:
     def seconds(self) -> float:
         return self.ended_s - self.sent_s
 
+    def tokens_until(self, at_s: float) -> float:
+        """Returns about how many tokens had come by then: one with the first text, the others evenly from then on."""
+        if at_s >= self.ended_s:
+            return self.tokens
+        if self.ttft_s is None or at_s < self.sent_s + self.ttft_s:
+            return 0.0
+        first_s = self.sent_s + self.ttft_s
+        return 1.0 + (self.tokens - 1) * (at_s - first_s) / (self.ended_s - first_s)
+
 
 def record(client: Client, path: str, body: Mapping[str, Any]) -> Recorded:
     """Sends a request and keeps what comes back; whatever goes wrong is recorded too."""
