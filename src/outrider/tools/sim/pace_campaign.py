@@ -17,7 +17,7 @@ from typing import Any
 from outrider.tools.sim.pace_load import Load, Machine, Tape
 from outrider.tools.sim.pace_run import FixedRun, Oracle, PacedRun, rate
 
-SLACK, MEAN_SLACK = 0.95, 0.98
+SLACK, MEAN_SLACK = 0.965, 0.98
 STEPS = 2000
 LEARNING_STEPS = 200
 """Number of steps that do not count, at the beginning and after a change in the middle."""
