@@ -238,6 +238,11 @@ class EngineConfig:
     texts of the longest length need."""
     gpu_memory_utilization: float = 0.9
     speculative_config: SpeculativeConfig | None = None
+    kv_offloading_size: float | None = None
+    """Memory of the host, in GiB, behind the KV cache: pages are copied there as they are published, and copied back
+    when a prompt needs one that was evicted. None or 0 means that there is none."""
+    kv_offloading_retention: str | int = "dense"
+    """What that memory keeps of models with sliding-window layers, of what the KV cache keeps: see kv_retention."""
     kv_transfer_config: KVTransferConfig | None = None
     """How this engine hands KV to others, or takes it from them; None for an engine that does neither."""
     sanitizer: str = "off"
@@ -259,6 +264,14 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, at_least=1)
         Retention.of(self.kv_retention)
+        Retention.of(self.kv_offloading_retention)
+        if self.kv_offloading_size is not None and self.kv_offloading_size != 0:
+            _number_within(self.kv_offloading_size, "kv_offloading_size (GiB)", 0.0, float(1 << 20))
+        if self.kv_offloading_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps pages of the prefix cache, which enable_prefix_caching turns off; leave one "
+                "of them out"
+            )
         _one_of(self.dtype, "dtype", DTYPES)
         _one_of(self.sanitizer, "sanitizer", SANITIZER_MODES)
         _one_of(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
@@ -271,3 +284,8 @@ class EngineConfig:
             raise ConfigError("speculative_config must be a SpeculativeConfig; use SpeculativeConfig.of for a mapping")
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
             raise ConfigError("kv_transfer_config must be a KVTransferConfig; use KVTransferConfig.of for a mapping")
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """Memory of the host behind the KV cache; 0 if there is none."""
+        return int((self.kv_offloading_size or 0) * (1 << 30))

@@ -125,6 +125,16 @@ class EngineOptions:
             metavar="BYTES",
         ),
     ] = None
+    kv_offloading_size: Annotated[
+        float | None,
+        engine_option(
+            help="Memory of the host behind the KV cache, in GiB: what is evicted from the cache can be copied back.",
+            metavar="GIB",
+        ),
+    ] = None
+    kv_offloading_retention: Annotated[
+        str, engine_option(help="What that memory keeps, in the words of --kv-retention.", metavar="POLICY")
+    ] = str(_DEFAULTS.kv_offloading_retention)
     gpu_memory_utilization: Annotated[float, engine_option(help="Fraction of a GPU's memory to use.")] = (
         _DEFAULTS.gpu_memory_utilization
     )
