@@ -22,6 +22,7 @@ class ScriptedTier:
     """A tier whose operations end when the test says so."""
 
     batch_max = 3
+    keys_max = 512
 
     def __init__(self, name: str = "scripted", *, is_local: bool = True) -> None:
         self.name = name

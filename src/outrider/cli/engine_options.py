@@ -15,6 +15,7 @@ from outrider.config import (
     SANITIZER_LEVELS,
     SANITIZER_MODES,
     EngineConfig,
+    KVStoreConfig,
     KVTransferConfig,
     SpeculativeConfig,
 )
@@ -187,9 +188,15 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
 
 
 def engine_config(
-    name: str, model: ModelOptions, engine: EngineOptions, *, transfer: KVTransferConfig | None = None
+    name: str,
+    model: ModelOptions,
+    engine: EngineOptions,
+    *,
+    transfer: KVTransferConfig | None = None,
+    store: KVStoreConfig | None = None,
 ) -> EngineConfig:
-    settings = model.settings() | engine.settings() | {"model": name, "kv_transfer_config": transfer}
+    settings = model.settings() | engine.settings()
+    settings |= {"model": name, "kv_transfer_config": transfer, "kv_store_config": store}
     return EngineConfig(**settings | {"speculative_config": SpeculativeConfig.of(settings["speculative_config"])})
 
 

@@ -131,8 +131,8 @@ class Offloading:
             and not any(tier.tier.contains(tier.key(group, key)) for tier in near)
         ]
         for tier in self.tiers:
-            for first in range(0, 0 if tier.tier.is_local else len(missing), tier.tier.batch_max):
-                part = missing[first : first + tier.tier.batch_max]
+            for first in range(0, 0 if tier.tier.is_local else len(missing), tier.tier.keys_max):
+                part = missing[first : first + tier.tier.keys_max]
                 question = next(self._numbers)
                 self._questions[question] = _Question(tier, sequence, part, now_s)
                 tier.counters.looked_up += len(part)

@@ -30,7 +30,7 @@ class TransferLimits:
     """The largest share of each arena that P holds for peers."""
     look_up_s: float = 0.02
     """How long a request waits to hear what tiers hold; after that, what they did not say is a miss."""
-    tier_s: float = 5.0
+    tier_s: float = 2.0
     """How long all loads of one request from tiers may take."""
     pinned_share: float = 0.25
     """The largest share of each arena that is pinned at once while tiers copy it."""

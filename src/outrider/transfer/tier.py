@@ -46,6 +46,10 @@ class Tier(Protocol):
     def batch_max(self) -> int:
         """Most pages of one operation."""
 
+    @property
+    def keys_max(self) -> int:
+        """Most keys of one question."""
+
     def contains(self, key: bytes) -> bool:
         """Whether a local tier holds this page."""
 

@@ -179,6 +179,7 @@ class StoreClient:
     name = REMOTE
     is_local = False
     batch_max = 8
+    keys_max = 16
 
     def __init__(self, memory: PageMemory, at: Callable[[int, Callable[[], None]], None], store: VirtualStore) -> None:
         self._memory = memory

@@ -62,6 +62,7 @@ class HostTier:
     name = "host"
     is_local = True
     batch_max = BATCH_MAX
+    keys_max = 1 << 20
 
     def __init__(self, copier: PageCopier, *, page_bytes: Sequence[int], capacity_bytes: int) -> None:
         """`page_bytes`: bytes of a page, per group."""
