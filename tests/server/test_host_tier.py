@@ -10,7 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.running import RunningServer
 
-SIZES = ("--kv-cache-memory-bytes", "512K", "--max-model-len", "256", "--max-num-seqs", "4")
+SIZES = ("--kv-cache-memory-bytes", "128K", "--max-model-len", "256", "--max-num-seqs", "4")
 CHECKS = ("--sanitizer", "raise", "--sanitizer-level", "bytes")
 
 
