@@ -36,7 +36,7 @@ TIERS_HELP = (
     "Exit status: 0 if the answers are the same, 1 if not, 2 if the options are wrong.\n\n"
     "[dim]Examples:[/dim]\n\n"
     "  outrider bench tiers\n\n"
-    "  outrider bench tiers --conversations 40 --kv-cache-memory-bytes 128M --kv-offloading-size 2 --json"
+    "  outrider bench tiers --conversations 40 --kv-offloading-size 2 --json"
 )
 STORE_HELP = (
     "Measure a Mooncake Store that two workers share, and break it.\n\n"

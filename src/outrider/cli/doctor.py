@@ -71,8 +71,7 @@ DOCTOR_HELP = (
     "  outrider doctor --drafter ./drafter\n\n"
     "  outrider doctor ./model --memory --drafter ./drafter --kv-retention tail\n\n"
     "  outrider doctor --peer http://10.0.0.7:8000 --cluster-key @key.txt\n\n"
-    '  outrider doctor --store --kv-store-config \'{"master_server_address": "10.0.0.7:50051"}\' '
-    "--cluster-key @key.txt\n\n"
+    "  outrider doctor --store --kv-store-config JSON --cluster-key @key.txt\n\n"
     "  outrider doctor --lossless --sanitizer raise --sanitizer-level bytes --json"
 )
 
