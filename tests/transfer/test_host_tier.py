@@ -26,6 +26,10 @@ class InstantCopier:
         self.broken: set[bytes] = set()
         self.recycled: list[bytes] = []
         self.holds_back = False
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
 
     def copy_out(self, number: int, pages: Sequence[TierPage]) -> None:
         self.ended.append(CopyEnded(number, [page.key for page in pages]))
@@ -152,10 +156,15 @@ def test_a_page_that_is_there_or_on_its_way_is_not_stored_twice() -> None:
     assert tier.used_bytes == 20
 
 
-def test_a_missing_page_is_a_miss() -> None:
-    tier, _copier = make(4)
+def test_a_missing_page_is_a_miss_and_an_engine_that_sleeps_is_told() -> None:
+    tier, copier = make(4)
     tier.get(3, text_pages("text", 2))
+    assert copier.woken == 1
     assert tier.poll() == [Done(3, (False, False))]
+    tier.put(4, text_pages("longer", 5))
+    tier.poll()
+    tier.put(5, text_pages("longer", 4))
+    assert copier.woken == 2, "all of them are there"
 
 
 def test_clearing_leaves_what_is_being_read() -> None:

@@ -391,6 +391,8 @@ class Engine:
             self.runner.drafting.lookup.clear_counts()
         if self.transfers is not None:
             self.transfers.recomputed_prompts = 0
+            for tier in self.transfers.tiers:
+                tier.counters = TierCounters()
 
     # ---- one step ----------------------------------------------------------------------------------
 

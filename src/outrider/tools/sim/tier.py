@@ -145,6 +145,9 @@ class VirtualCopier:
     def recycle(self, value: Value) -> None:
         """Nothing to keep."""
 
+    def wake(self) -> None:
+        self._memory.worker.wake()
+
     def poll(self) -> list[CopyEnded]:
         ended, self._ended = self._ended, []
         return ended

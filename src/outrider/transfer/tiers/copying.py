@@ -75,6 +75,9 @@ class MemoryCopier:
     def recycle(self, value: HostValue) -> None:
         self._spare.setdefault(len(value.data), []).append(value.data)
 
+    def wake(self) -> None:
+        os.eventfd_write(self._ready, 1)
+
     def poll(self) -> list[CopyEnded]:
         try:
             os.eventfd_read(self._ready)

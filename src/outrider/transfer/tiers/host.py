@@ -40,6 +40,9 @@ class PageCopier(Protocol):
     def recycle(self, value: Any) -> None:
         """Take the memory of a value that is not needed any more."""
 
+    def wake(self) -> None:
+        """Have the caller of `poll` called: something ended without a copy."""
+
     def poll(self) -> list[CopyEnded]: ...
 
     def fileno(self) -> int: ...
@@ -111,6 +114,7 @@ class HostTier:
             self._copier.copy_out(number, copied)
         else:
             self._put_ended(number, [])
+            self._copier.wake()
 
     def _put_ended(self, number: int, values: Sequence[Any]) -> None:
         pages, copied = self._puts.pop(number)
@@ -172,6 +176,7 @@ class HostTier:
             self._copier.copy_in(number, held, [self._entries[page.key].value for page in held])
         else:
             self._get_ended(number, [])
+            self._copier.wake()
 
     def _get_ended(self, number: int, intact: Sequence[bool]) -> None:
         pages, held = self._gets.pop(number)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from outrider.transfer.tiers.store_messages import (
     encode,
 )
 
+CLOSE_LIMIT_S = 5
 UNKNOWN = -1
 """The code of a call that raised."""
 INSTALL = "pip install 'outrider[store]'; it needs the system's libibverbs too (Debian: apt-get install libibverbs1)"
@@ -60,6 +62,8 @@ class StoreChild:
         while problem is None:
             frame = self._channel.recv(LARGEST_MESSAGE)
             if not frame:
+                # With the master gone this takes long, and stops every thread of the process.
+                signal.alarm(CLOSE_LIMIT_S)
                 self._store.close()
                 return
             match decode_to_process(frame):
