@@ -40,6 +40,8 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.transfer",
         "zmq",
     ),
+    # So does the process that speaks to a store.
+    "outrider.transfer.tiers.store_child": ("mooncake", "outrider.transfer"),
     "outrider.transfer": (
         "msgspec",
         "outrider.errors",

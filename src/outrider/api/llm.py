@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from outrider.config import EngineConfig, KVTransferConfig, SpeculativeConfig
+from outrider.config import EngineConfig, KVStoreConfig, KVTransferConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -41,6 +41,7 @@ class LLM:
         model: str = DEFAULT_MODEL,
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        kv_store_config: KVStoreConfig | Mapping[str, Any] | None = None,
         kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
@@ -49,6 +50,7 @@ class LLM:
         config = EngineConfig(
             model=model,
             speculative_config=SpeculativeConfig.of(speculative_config),
+            kv_store_config=KVStoreConfig.of(kv_store_config),
             kv_transfer_config=KVTransferConfig.of(kv_transfer_config),
             **settings,
         )

@@ -44,7 +44,7 @@ def serve(
 ) -> None:
     name = chosen_model(positional, model)
     engine = with_default_speculation(engine, name, no_speculation=no_speculation)
-    built = engine_config(name, model, engine, transfer=transfer.config())
+    built = engine_config(name, model, engine, transfer=transfer.config(), store=transfer.store())
     config = server_config(access, limits)
 
     from outrider.server.run import Announcements, serve

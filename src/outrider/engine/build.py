@@ -12,6 +12,7 @@ from outrider.backends.registry import select_backend
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
+from outrider.engine.tiers import make_tiers
 from outrider.engine.transfers import EngineTransfers, check_transfer_config, load_failure_of, role_of
 from outrider.errors import ConfigError
 from outrider.kv.footprint import NO_DRAFTER, KVFootprint, Proposing
@@ -155,7 +156,20 @@ def build_engine(
     sanitizer = None
     if config.sanitizer != "off":
         sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
-    manager = KVManager(layout, kv_config, observer=sanitizer)
+    runner = Runner(
+        decoder,
+        groups,
+        drafter,
+        layout,
+        kv_config,
+        kv_dtype=kv_dtype,
+        sanitizer=sanitizer,
+        least_confidence=least_confidence,
+        calibration=None if pacer is None else pacer.calibration,
+        lookup=lookup,
+    )
+    tiers = make_tiers(config, layout, runner.store)
+    manager = KVManager(layout, kv_config, observer=sanitizer, tiers=tiers)
     if sanitizer is not None:
         sanitizer.bind(manager)
     scheduler = Scheduler(
@@ -169,18 +183,6 @@ def build_engine(
         manager,
         pacer=pacer,
     )
-    runner = Runner(
-        decoder,
-        groups,
-        drafter,
-        layout,
-        kv_config,
-        kv_dtype=kv_dtype,
-        sanitizer=sanitizer,
-        least_confidence=least_confidence,
-        calibration=None if pacer is None else pacer.calibration,
-        lookup=lookup,
-    )
     if sanitizer is not None and config.sanitizer_level == "bytes":
         sanitizer.checksums = Checksums(runner.store.page_bytes)
     grammars = None
@@ -188,13 +190,14 @@ def build_engine(
         table = token_table(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         grammars = Grammars(table, device=device)
     transfers = None
-    if config.kv_transfer_config is not None:
+    if config.kv_transfer_config is not None or tiers:
         compare_bytes = config.sanitizer != "off" and config.sanitizer_level == "bytes"
         transfers = EngineTransfers(
             config.kv_transfer_config,
             scheduler,
             runner.store,
             vocab_size=model.spec.vocab_size,
+            tiers=tiers,
             sanitizer=sanitizer,
             compare_bytes=compare_bytes,
         )

@@ -43,6 +43,7 @@ from outrider.scheduler.pacing.costs import StepTimes
 from outrider.scheduler.plan import StepPlan
 from outrider.structured.grammars import Grammars
 from outrider.structured.matcher import Matcher
+from outrider.transfer.cache_tier import TierCounters
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -91,7 +92,8 @@ class Engine:
         self.grammars = grammars
         """None if the engine cannot keep to grammars: it then refuses requests that bring one."""
         self.transfers = transfers
-        """None if the engine neither hands KV over nor takes it from others."""
+        """None if KV lies on the device only: no other worker and no tier holds any."""
+        self._asks_tiers = transfers is not None and transfers.asks_tiers
         self.lock = Lock()
         """Held by the call that is inside the engine: see `exclusive`."""
         self._to_abort: deque[str] = deque()
@@ -106,6 +108,11 @@ class Engine:
     @property
     def supports_grammars(self) -> bool:
         return self.grammars is not None
+
+    @property
+    def exchanges_kv(self) -> bool:
+        """Whether this engine hands KV over to other workers, or takes it from them."""
+        return self.transfers is not None and self.transfers.exchanges_kv
 
     @property
     def max_model_len(self) -> int:
@@ -140,6 +147,10 @@ class Engine:
         """Give back KV that is not held for other workers any more, while there are no requests."""
         if self.transfers is not None and not self._live.requests:
             self.transfers.advance()
+
+    def tier_counters(self) -> dict[str, TierCounters]:
+        """Returns what each tier behind the device has done, the nearest first."""
+        return {} if self.transfers is None else {tier.name: tier.counters for tier in self.transfers.tiers}
 
     def transfer_counters(self) -> TransferCounters:
         if self.transfers is None:
@@ -199,7 +210,7 @@ class Engine:
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
             )
-        if self.transfers is None and (hand_over or ticket is not None):
+        if not self.exchanges_kv and (hand_over or ticket is not None):
             raise RequestError(
                 f"request {request_id!r}: this engine neither hands KV over nor takes it; give it a kv_transfer_config"
             )
@@ -266,6 +277,7 @@ class Engine:
             use_cache=params.prompt_logprobs is None,
             hand_over=hand_over,
             awaits_peer=opened is not None and not declines,
+            awaits_tiers=self._asks_tiers and ticket is None and params.prompt_logprobs is None,
             compute_prompt=compute_prompt,
         )
         try:
@@ -282,6 +294,7 @@ class Engine:
                 self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=live.takes_first_token)
             elif self.transfers is not None and ticket is None:
                 self.transfers.note_plain_prompt(had_no_room=compute_prompt)
+                self.transfers.enter(continuations[0].sequence_id)
         except BaseException:
             # Either all parts know the request, or none does.
             self._live.drop_all(live)
@@ -365,8 +378,10 @@ class Engine:
 
     @exclusive
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; requests that run keep what they hold."""
+        """Empty the prefix cache and the host's memory behind it; requests that run keep what they hold."""
         self.scheduler.kv.reset_cache()
+        if self.transfers is not None:
+            self.transfers.driver.offloading.clear()
         self.runner.drafting.forget_finished()
 
     def clear_counts(self) -> None:
@@ -377,6 +392,8 @@ class Engine:
             self.runner.drafting.lookup.clear_counts()
         if self.transfers is not None:
             self.transfers.recomputed_prompts = 0
+            for tier in self.transfers.tiers:
+                tier.counters = TierCounters()
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -397,6 +414,8 @@ class Engine:
                 self._idle = not (plan.scheduled or plan.kv.copies or changed)
             result = self.runner.run(plan)
             updates = self.scheduler.commit(plan, result.verdict)
+            if self.transfers is not None:
+                self.transfers.store()
             self._delivery.note_transfers()
             changed |= self._delivery.hand_out(plan, result, updates, planned_s)
             if self.pacer is not None and result.work is not None:

@@ -69,7 +69,7 @@ class KVManager:
         self.queried_tokens = 0
         self._observer = observer
         self.mask = RetentionMask(layout, config.retention if config.prefix_caching else DENSE)
-        self.progress = Progress(layout, config, self.mask, self.holdings, observer)
+        self.progress = Progress(layout, config, self.mask, self.holdings, observer, notes_new_pages=bool(tiers))
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
         self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
@@ -122,6 +122,8 @@ class KVManager:
         layout, chain, tokens = self.layout, sequence.chain, sequence.tokens
         chain.extend(tokens, len(tokens))
         tiers = () if sequence.skip_tiers else self.tiers
+        if tiers and sequence.found is not None:
+            tiers = (*tiers, sequence.found)
         views = [
             GroupView(g, layout.groups[g], layout.reach[g], self.pool.indexes[g], chain, tokens, tiers)
             for g in range(len(layout.groups) if draft else layout.num_target)

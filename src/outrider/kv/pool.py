@@ -6,7 +6,7 @@ release ──no step in flight──▶ PageArena.release
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from outrider.errors import ConfigError, OutOfPages
@@ -38,6 +38,8 @@ class PagePool:
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
         """(step, arena, pages) that were released while the step, which may still touch them, was in flight."""
+        self.pins: Counter[tuple[int, int]] = Counter()
+        """References of tiers that are copying pages, by (arena, page)."""
 
     def arena(self, group: int) -> PageArena:
         return self.arenas[self._arena_of[group]]
@@ -82,6 +84,22 @@ class PagePool:
         if self._observer:
             self._observer.source_let_go(self._arena_of[group], page)
         self.release(group, [page])
+
+    def is_published(self, group: int, page: int, key: bytes) -> bool:
+        """Whether the index names this page under this key."""
+        return self.indexes[group].pages.get(key) == page
+
+    def pin(self, group: int, page: int) -> None:
+        """Hold a published page, so that nothing is written to it while a tier copies it."""
+        self.retain_source(group, page)
+        self.pins[self._arena_of[group], page] += 1
+
+    def unpin(self, group: int, page: int) -> None:
+        pinned = self._arena_of[group], page
+        self.pins[pinned] -= 1
+        if not self.pins[pinned]:
+            del self.pins[pinned]
+        self.release_source(group, page)
 
     def release(self, group: int, pages: list[int]) -> None:
         """Release pages, the first of which are evicted first; a step in flight delays this until it completes."""
@@ -160,11 +178,12 @@ class PagePool:
             self._release_now(index, pages)
 
     def start_over(self) -> None:
-        """Make every page free, after a move that was interrupted half-way; no step is in flight any more."""
+        """Make every page free, after a move that was interrupted half-way; no step is in flight any more. Only pages
+        that a tier is copying stay held."""
         self.last_completed = self._last_planned
         self._pending.clear()
         for arena in self.arenas:
-            arena.start_over()
+            arena.start_over({page: count for (index, page), count in self.pins.items() if index == arena.index})
         for group_index in self.indexes:
             group_index.clear()
         if self._observer:
