@@ -47,6 +47,8 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.scheduler",
         "outrider.transfer",
     ),
+    "outrider.events.servable": ("outrider.errors", "outrider.kv"),
+    "outrider.events": ("msgspec", "outrider.errors", "outrider.events", "outrider.kv", "zmq"),
     "outrider.models.spec": ("outrider.errors", "outrider.kv.checked"),
     "outrider.models.recipes": (
         "outrider.errors",
@@ -65,6 +67,7 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
     ),
     "outrider.tools.sim": (
         "outrider.errors",
+        "outrider.events.servable",
         "outrider.kv",
         "outrider.sanitizer",
         "outrider.scheduler",
@@ -136,6 +139,7 @@ PRIVATE_BACKENDS = ("outrider.backends.cpu", "outrider.backends.cuda")
 HEAVY = ("torch", "triton", "numpy", "typer", "rich")
 CORE = (
     "kv",
+    "events",
     "scheduler",
     "tools.sim",
     "transfer",

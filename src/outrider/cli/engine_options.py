@@ -19,6 +19,7 @@ from outrider.config import (
     SpeculativeConfig,
 )
 from outrider.errors import ConfigError
+from outrider.events.config import KVEventsConfig
 from outrider.models.resolve import DEFAULT_MODEL, is_installed, packaged_drafter
 from outrider.speculative.registry import BUILT_IN
 
@@ -177,9 +178,15 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
 
 
 def engine_config(
-    name: str, model: ModelOptions, engine: EngineOptions, *, transfer: KVTransferConfig | None = None
+    name: str,
+    model: ModelOptions,
+    engine: EngineOptions,
+    *,
+    transfer: KVTransferConfig | None = None,
+    events: KVEventsConfig | None = None,
 ) -> EngineConfig:
-    settings = model.settings() | engine.settings() | {"model": name, "kv_transfer_config": transfer}
+    settings = model.settings() | engine.settings()
+    settings |= {"model": name, "kv_transfer_config": transfer, "kv_events_config": events}
     return EngineConfig(**settings | {"speculative_config": SpeculativeConfig.of(settings["speculative_config"])})
 
 

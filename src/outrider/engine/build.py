@@ -14,6 +14,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
 from outrider.engine.transfers import EngineTransfers, check_transfer_config, load_failure_of, role_of
 from outrider.errors import ConfigError
+from outrider.events.publisher import ZmqEvents, default_topic
 from outrider.kv.footprint import NO_DRAFTER, KVFootprint, Proposing
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
@@ -155,7 +156,11 @@ def build_engine(
     sanitizer = None
     if config.sanitizer != "off":
         sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
-    manager = KVManager(layout, kv_config, observer=sanitizer)
+    events = None
+    if config.kv_events_config is not None and config.kv_events_config.publishes:
+        topic = config.kv_events_config.topic or default_topic(model.name)
+        events = ZmqEvents(layout, config.kv_events_config, topic=topic)
+    manager = KVManager(layout, kv_config, observer=sanitizer, listener=None if events is None else events.pages)
     if sanitizer is not None:
         sanitizer.bind(manager)
     scheduler = Scheduler(
@@ -198,7 +203,17 @@ def build_engine(
             sanitizer=sanitizer,
             compare_bytes=compare_bytes,
         )
-    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars, transfers=transfers)
+    return Engine(
+        config,
+        model,
+        scheduler,
+        runner,
+        sanitizer=sanitizer,
+        k=k,
+        grammars=grammars,
+        transfers=transfers,
+        events=events,
+    )
 
 
 def _lookup(speculation: SpeculativeConfig, drafter: Drafter) -> Lookup | None:

@@ -30,6 +30,7 @@ from outrider.engine.outputs import (
 from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import BusyError, RequestError
+from outrider.events.publisher import ZmqEvents
 from outrider.grammar import Grammar
 from outrider.kv.checked import whole_number
 from outrider.models.load import LoadedModel
@@ -78,6 +79,7 @@ class Engine:
         k: int = 0,
         grammars: Grammars | None = None,
         transfers: EngineTransfers | None = None,
+        events: ZmqEvents | None = None,
     ) -> None:
         """`engine.build.build_engine` puts an engine together."""
         self.config = config
@@ -92,6 +94,8 @@ class Engine:
         """None if the engine cannot keep to grammars: it then refuses requests that bring one."""
         self.transfers = transfers
         """None if the engine neither hands KV over nor takes it from others."""
+        self.events = events
+        """None if routers are not told what the prefix cache holds."""
         self.lock = Lock()
         """Held by the call that is inside the engine: see `exclusive`."""
         self._to_abort: deque[str] = deque()
@@ -140,6 +144,7 @@ class Engine:
         """Give back KV that is not held for other workers any more, while there are no requests."""
         if self.transfers is not None and not self._live.requests:
             self.transfers.advance()
+            self._publish_events()
 
     def transfer_counters(self) -> TransferCounters:
         if self.transfers is None:
@@ -156,6 +161,12 @@ class Engine:
         """End the engine's connections to other workers. Nothing is written to its memory after this returns."""
         if self.transfers is not None:
             self.transfers.close()
+        if self.events is not None:
+            self.events.close()
+
+    def _publish_events(self) -> None:
+        if self.events is not None:
+            self.events.flush()
 
     @property
     def live_requests(self) -> list[LiveRequest]:
@@ -361,12 +372,14 @@ class Engine:
         if live is not None:
             self._live.end_all(live, "abort")
             self._live.close(live)
+            self._publish_events()
 
     @exclusive
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; requests that run keep what they hold."""
         self.scheduler.kv.reset_cache()
         self.runner.drafting.forget_finished()
+        self._publish_events()
 
     def clear_counts(self) -> None:
         """Counts from zero: the requests so far were not a user's."""
@@ -406,6 +419,8 @@ class Engine:
         except BaseException as error:
             self._abandon(plan, error)
             raise
+        finally:
+            self._publish_events()
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
         """End the requests of a step that was interrupted: how far it got is unknown."""

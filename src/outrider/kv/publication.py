@@ -14,7 +14,7 @@ from struct import unpack
 
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
-from outrider.kv.observer import KVObserver
+from outrider.kv.observer import KVObserver, PublishedPage
 from outrider.kv.pages import NULL_PAGE
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import TOKEN_BYTES
@@ -36,6 +36,7 @@ class GroupPublisher:
         self._keeps_all = mask.keeps_all[group]
         self._index = pool.indexes[group]
         self._published = pool.arena(group).published
+        self._listener = pool.listener if group < layout.num_target else None
 
     def publish(self, sequence: SequenceKV, first: int, stop: int) -> None:
         """Publish the pages of [first, stop) that are worth keeping; all slots are durable and their reach is known."""
@@ -79,6 +80,8 @@ class GroupPublisher:
             for number, page, key in zip(numbers, pages, keys, strict=True):
                 self._observer.published(sequence, self._group, number, page, key)
         self._index.insert(zip(pages, keys, parents, contents, strict=True))
+        if self._listener is not None and keys:
+            self._tell(sequence, numbers, keys, contents)
         published, mark = self._published, self._group + 1
         for page in pages:
             published[page] = mark
@@ -94,6 +97,19 @@ class GroupPublisher:
             content = sequence.tokens[start : start + size].tobytes()
             self._index.insert(((page, key, bases[number * step], content),))
             self._published[page] = self._group + 1
+            if self._listener is not None:
+                self._tell(sequence, (number,), (key,), (content,))
+
+    def _tell(
+        self, sequence: SequenceKV, numbers: Sequence[int], keys: Sequence[bytes], contents: Sequence[bytes]
+    ) -> None:
+        assert self._listener is not None
+        bases, step = sequence.chain.bases, self._step
+        pages = [
+            PublishedPage(key, bases[number * step : (number + 1) * step + 1], number * self._size, content)
+            for number, key, content in zip(numbers, keys, contents, strict=True)
+        ]
+        self._listener.entered(self._group, sequence.namespace, pages)
 
     def _all_new(self, pages: list[int], keys: list[bytes]) -> bool:
         """Whether none of the pages is published under any key, the common case of prompts."""
