@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
 from outrider.engine.transfers import EngineTransfers, check_transfer_config, load_failure_of, role_of
 from outrider.errors import ConfigError
 from outrider.events.publisher import ZmqEvents, default_topic
+from outrider.events.stream import KVEvents, Together
 from outrider.kv.footprint import NO_DRAFTER, KVFootprint, Proposing
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
@@ -71,8 +73,10 @@ def build_engine(
     model: LoadedModel | None = None,
     drafter: Drafter | None = None,
     progress: Progress | None = None,
+    events: Callable[[KVLayout], KVEvents] | None = None,
 ) -> Engine:
-    """Loads what `config` names. A model or a drafter that is loaded already may be passed instead."""
+    """Loads what `config` names. A model or a drafter that is loaded already may be passed instead. `events` makes what
+    is told about the prefix cache, beside the publisher that the settings ask for."""
     check_transfer_config(config.kv_transfer_config)
     device = resolve_device(config.device)
     backend = select_backend(config.backend, device=device, threads=config.num_threads, progress=progress)
@@ -156,11 +160,8 @@ def build_engine(
     sanitizer = None
     if config.sanitizer != "off":
         sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
-    events = None
-    if config.kv_events_config is not None and config.kv_events_config.publishes:
-        topic = config.kv_events_config.topic or default_topic(model.name)
-        events = ZmqEvents(layout, config.kv_events_config, topic=topic)
-    manager = KVManager(layout, kv_config, observer=sanitizer, listener=None if events is None else events.pages)
+    told = _told_about_the_cache(config, layout, model.name, events)
+    manager = KVManager(layout, kv_config, observer=sanitizer, listener=None if told is None else told.pages)
     if sanitizer is not None:
         sanitizer.bind(manager)
     scheduler = Scheduler(
@@ -212,8 +213,18 @@ def build_engine(
         k=k,
         grammars=grammars,
         transfers=transfers,
-        events=events,
+        events=told,
     )
+
+
+def _told_about_the_cache(
+    config: EngineConfig, layout: KVLayout, model: str, events: Callable[[KVLayout], KVEvents] | None
+) -> KVEvents | None:
+    members: list[KVEvents] = [] if events is None else [events(layout)]
+    published = config.kv_events_config
+    if published is not None and published.publishes:
+        members.append(ZmqEvents(layout, published, topic=published.topic or default_topic(model)))
+    return Together(members) if members else None
 
 
 def _lookup(speculation: SpeculativeConfig, drafter: Drafter) -> Lookup | None:

@@ -30,7 +30,7 @@ from outrider.engine.outputs import (
 from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import BusyError, RequestError
-from outrider.events.publisher import ZmqEvents
+from outrider.events.stream import KVEvents
 from outrider.grammar import Grammar
 from outrider.kv.checked import whole_number
 from outrider.models.load import LoadedModel
@@ -79,7 +79,7 @@ class Engine:
         k: int = 0,
         grammars: Grammars | None = None,
         transfers: EngineTransfers | None = None,
-        events: ZmqEvents | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """`engine.build.build_engine` puts an engine together."""
         self.config = config

@@ -7,12 +7,8 @@ ROUTER   ["", first sequence] is answered by ["", topic, sequence, batch] ..., [
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import socket as network
-import threading
 import time
-from collections.abc import Callable, Sequence
 from itertools import count
 
 import zmq
@@ -21,70 +17,19 @@ from outrider.errors import ConfigError
 from outrider.events.config import KVEventsConfig
 from outrider.events.history import History
 from outrider.events.messages import AllBlocksCleared, AnyEvent, EventBatch, encode, events_of
-from outrider.events.servable import Changes, Note, ServablePages
+from outrider.events.servable import ServablePages
+from outrider.events.stream import EventStream
 from outrider.kv.layout import KVLayout
 
 logger = logging.getLogger("outrider.events")
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-CLOSE_LIMIT_S = 5.0
 
 
 def default_topic(model: str) -> str:
     """Returns the topic under which routers expect the events of a server of this model."""
     return f"kv@{network.gethostname()}@{model}"
-
-
-class EventStream:
-    """Notes of the engine, worked off in a thread: `send` gets the changes in their order."""
-
-    def __init__(self, layout: KVLayout, *, queue_size: int = 0) -> None:
-        self.pages = ServablePages(layout)
-        self._queue: queue.Queue[list[Note] | None] = queue.Queue(queue_size)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._thread: threading.Thread | None = None
-
-    def start(self, run: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=run, daemon=True, name="kv-events")
-        self._thread.start()
-
-    def flush(self) -> None:
-        """Hand over what has changed; called by the engine's thread between moves."""
-        notes = self.pages.take_notes()
-        if notes:
-            self._queue.put(notes)
-            os.eventfd_write(self._wake, 1)
-
-    @property
-    def file(self) -> int:
-        """A descriptor that can be read while notes wait."""
-        return self._wake
-
-    def waiting(self) -> Sequence[Changes] | None:
-        """Returns the changes that were handed over and not taken yet; None once the stream has been closed."""
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return ()
-        changes: list[Changes] = []
-        while True:
-            try:
-                notes = self._queue.get_nowait()
-            except queue.Empty:
-                return changes
-            if notes is None:
-                return None
-            changes.append(self.pages.work_off(notes))
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._thread is None:
-            return
-        self._queue.put(None)
-        os.eventfd_write(self._wake, 1)
-        self._thread.join(CLOSE_LIMIT_S)
-        self._thread = None
 
 
 class ZmqEvents:
