@@ -237,7 +237,8 @@ def packages_above(module: Module) -> tuple[str, ...]:
         return ()
     if module.under(["outrider.tools"]):
         return ("outrider.cli",)
-    if module.under(["outrider.api"]):
+    # A worker of a cluster is a program that uses the Python API.
+    if module.under(["outrider.api", "outrider.cluster"]):
         return ("outrider.cli", "outrider.tools")
     return ("outrider.api", "outrider.cli", "outrider.tools")
 

@@ -14,9 +14,9 @@ class Role(Enum):
 
     AGGREGATED = "agg"
     PREFILL = "prefill"
-    """It computes prompts and hands their KV over."""
+    """A worker that computes prompts and hands their KV over."""
     DECODE = "decode"
-    """It writes answers, from the KV of a prefill worker, or from a prompt that it computes itself."""
+    """A worker that writes answers, from the KV of a prefill worker or from a prompt that it computes itself."""
 
     @property
     def kv_role(self) -> str | None:
@@ -43,6 +43,6 @@ class WorkerSettings:
     request_log: Path | None = None
     """File to which a line of JSON is appended for each request."""
     state_file: Path | None = None
-    """File that is given the worker's number in the cluster, for whoever watches it."""
+    """File that is given the worker's number in the cluster, for the process that watches it."""
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None

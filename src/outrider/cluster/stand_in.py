@@ -31,7 +31,7 @@ from outrider.cluster.environment import setting
 logger = logging.getLogger("outrider.worker")
 
 LOOK_S = 0.2
-LOOKS_TOGETHER = 15
+LOOKS_BESIDE = 15
 """How long the stand-in stays beside a prefill worker that is back, so that the front end has noticed it."""
 STOP_LIMIT_S = 10.0
 CHILD = "OUTRIDER_STAND_IN_REGISTERS"
@@ -107,7 +107,7 @@ async def _watch(namespace: str) -> None:
     runtime = DistributedRuntime(loop, setting("DYN_DISCOVERY_BACKEND", "etcd"), setting("DYN_REQUEST_PLANE", "tcp"))
     client = await runtime.endpoint(f"{namespace}.prefill.generate").client()
     child, leaving = Child(), None
-    alone = together = 0
+    looks_alone = looks_beside = 0
     """Numbers of looks in a row that found no worker, and one beside the stand-in."""
     try:
         while not told.is_set():
@@ -117,12 +117,12 @@ async def _watch(namespace: str) -> None:
                 logger.warning("the stand-in ended by itself; loading another one")
                 child = Child()
             workers = len(client.instance_ids())
-            alone = alone + 1 if workers == 0 else 0
-            together = together + 1 if workers > 1 and child.is_registered else 0
-            if alone > 1 and not child.is_registered and leaving is None:
+            looks_alone = looks_alone + 1 if workers == 0 else 0
+            looks_beside = looks_beside + 1 if workers > 1 and child.is_registered else 0
+            if looks_alone > 1 and not child.is_registered and leaving is None:
                 logger.warning("no prefill worker is left: decode workers compute the prompts")
                 child.register()
-            elif together > LOOKS_TOGETHER:
+            elif looks_beside > LOOKS_BESIDE:
                 logger.info("a prefill worker is back")
                 child.process.terminate()
                 leaving, child = child, Child()

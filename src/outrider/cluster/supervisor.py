@@ -207,6 +207,7 @@ class Supervisor:
                     "role": member.role,
                     "pid": None if member.process is None else member.process.pid,
                     "state": member.state,
+                    "url": member.url,
                     "restarts": member.restarts,
                     "log": str(member.log),
                 }
