@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.events.config import KVEventsConfig
 from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.retention import Retention
 from outrider.models.resolve import DEFAULT_MODEL
@@ -305,6 +306,8 @@ class EngineConfig:
     """A store behind the KV cache that several workers share; None for none."""
     kv_transfer_config: KVTransferConfig | None = None
     """How this engine hands KV to others, or takes it from them; None for an engine that does neither."""
+    kv_events_config: KVEventsConfig | None = None
+    """How routers are told what the prefix cache holds; None if they are not."""
     sanitizer: str = "off"
     sanitizer_level: str = "plan"
     """plan checks block tables and intervals; bytes also checksums published pages and verifies them on a hit."""
@@ -351,6 +354,12 @@ class EngineConfig:
             raise ConfigError("speculative_config must be a SpeculativeConfig; use SpeculativeConfig.of for a mapping")
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
             raise ConfigError("kv_transfer_config must be a KVTransferConfig; use KVTransferConfig.of for a mapping")
+        if self.kv_events_config is not None and not isinstance(self.kv_events_config, KVEventsConfig):
+            raise ConfigError("kv_events_config must be a KVEventsConfig; use KVEventsConfig.of for a mapping")
+        if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config: there are no events without a prefix cache; leave it out, or turn prefix caching on"
+            )
 
     @property
     def kv_offloading_bytes(self) -> int:

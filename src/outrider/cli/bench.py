@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
+from outrider.cli.bench_cluster import CLUSTER_BENCH_HELP, bench_cluster
 from outrider.cli.bench_decode import DECODE_HELP, bench_decode
 from outrider.cli.bench_prefix import PREFIX_HELP, bench_prefix
 from outrider.cli.bench_serve import SERVE_BENCH_HELP, bench_serve
@@ -48,6 +49,7 @@ bench_app.command("prefix", help=PREFIX_HELP)(bench_prefix)
 bench_app.command("tiers", help=TIERS_HELP)(bench_tiers)
 bench_app.command("store", help=STORE_HELP)(bench_store)
 bench_app.command("serve", help=SERVE_BENCH_HELP)(bench_serve)
+bench_app.command("cluster", help=CLUSTER_BENCH_HELP)(bench_cluster)
 bench_app.command("transfer", help=TRANSFER_HELP)(bench_transfer)
 
 

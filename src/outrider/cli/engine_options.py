@@ -20,6 +20,7 @@ from outrider.config import (
     SpeculativeConfig,
 )
 from outrider.errors import ConfigError
+from outrider.events.config import KVEventsConfig
 from outrider.models.resolve import DEFAULT_MODEL, is_installed, packaged_drafter
 from outrider.speculative.registry import BUILT_IN
 
@@ -194,9 +195,10 @@ def engine_config(
     *,
     transfer: KVTransferConfig | None = None,
     store: KVStoreConfig | None = None,
+    events: KVEventsConfig | None = None,
 ) -> EngineConfig:
     settings = model.settings() | engine.settings()
-    settings |= {"model": name, "kv_transfer_config": transfer, "kv_store_config": store}
+    settings |= {"model": name, "kv_transfer_config": transfer, "kv_store_config": store, "kv_events_config": events}
     return EngineConfig(**settings | {"speculative_config": SpeculativeConfig.of(settings["speculative_config"])})
 
 

@@ -30,6 +30,7 @@ from outrider.engine.outputs import (
 from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import BusyError, RequestError
+from outrider.events.stream import KVEvents
 from outrider.grammar import Grammar
 from outrider.kv.checked import whole_number
 from outrider.models.load import LoadedModel
@@ -79,6 +80,7 @@ class Engine:
         k: int = 0,
         grammars: Grammars | None = None,
         transfers: EngineTransfers | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """`engine.build.build_engine` puts an engine together."""
         self.config = config
@@ -94,6 +96,8 @@ class Engine:
         self.transfers = transfers
         """None if KV lies on the device only: no other worker and no tier holds any."""
         self._asks_tiers = transfers is not None and transfers.asks_tiers
+        self.events = events
+        """None if routers are not told what the prefix cache holds."""
         self.lock = Lock()
         """Held by the call that is inside the engine: see `exclusive`."""
         self._to_abort: deque[str] = deque()
@@ -147,6 +151,7 @@ class Engine:
         """Give back KV that is not held for other workers any more, while there are no requests."""
         if self.transfers is not None and not self._live.requests:
             self.transfers.advance()
+            self._publish_events()
 
     def tier_counters(self) -> dict[str, TierCounters]:
         """Returns what each tier behind the device has done, the nearest first."""
@@ -167,6 +172,12 @@ class Engine:
         """End the engine's connections to other workers. Nothing is written to its memory after this returns."""
         if self.transfers is not None:
             self.transfers.close()
+        if self.events is not None:
+            self.events.close()
+
+    def _publish_events(self) -> None:
+        if self.events is not None:
+            self.events.flush()
 
     @property
     def live_requests(self) -> list[LiveRequest]:
@@ -375,6 +386,7 @@ class Engine:
         if live is not None:
             self._live.end_all(live, "abort")
             self._live.close(live)
+            self._publish_events()
 
     @exclusive
     def reset_prefix_cache(self) -> None:
@@ -383,6 +395,7 @@ class Engine:
         if self.transfers is not None:
             self.transfers.driver.offloading.clear()
         self.runner.drafting.forget_finished()
+        self._publish_events()
 
     def clear_counts(self) -> None:
         """Counts from zero: the requests so far were not a user's."""
@@ -427,6 +440,8 @@ class Engine:
         except BaseException as error:
             self._abandon(plan, error)
             raise
+        finally:
+            self._publish_events()
 
     def _settle_if_idle(self) -> None:
         """Without another step to come, nothing else ends what the last one has begun, and frees its threads."""

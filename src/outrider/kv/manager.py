@@ -30,7 +30,7 @@ from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
 from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_start
-from outrider.kv.observer import Hit, KVObserver
+from outrider.kv.observer import Hit, IndexListener, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, KnownRuns, Media, Tier
@@ -57,11 +57,12 @@ class KVManager:
         *,
         observer: KVObserver | None = None,
         tiers: Sequence[Tier] = (),
+        listener: IndexListener | None = None,
     ) -> None:
         self.layout = layout
         self.config = config
         self.tiers = tiers
-        self.pool = PagePool(layout, config.arena_pages, observer)
+        self.pool = PagePool(layout, config.arena_pages, observer, listener)
         self.holdings = Holdings(layout, self.pool, observer)
         self.sequences: dict[str, SequenceKV] = {}
         self.dropped_drafts = 0

@@ -9,6 +9,7 @@ Patches are named by path ("module:Class.attribute"), so that this table imports
 from __future__ import annotations
 
 from outrider.tools.sim import mutation_patches as patches
+from outrider.tools.sim.event_mutations import EVENT_MUTATIONS
 from outrider.tools.sim.mutation import Mutation, needs
 from outrider.tools.sim.pace_mutations import PACE_MUTATIONS
 from outrider.tools.sim.tier_mutations import TIER_MUTATIONS
@@ -391,7 +392,7 @@ KV_MUTATIONS: tuple[Mutation, ...] = (
         needs=needs("drafts", "surplus"),
     ),
 )
-MUTATIONS = KV_MUTATIONS + TRANSFER_MUTATIONS + TIER_MUTATIONS + PACE_MUTATIONS
+MUTATIONS = KV_MUTATIONS + TRANSFER_MUTATIONS + TIER_MUTATIONS + PACE_MUTATIONS + EVENT_MUTATIONS
 
 
 def mutation_named(name: str) -> Mutation | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from outrider.errors import InvariantViolation
+from outrider.events.servable import ServablePages
 from outrider.kv.footprint import Proposing
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.layout import KVConfig, KVLayout
@@ -15,6 +17,7 @@ from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit
 from outrider.kv.publication import NewPage
 from outrider.sanitizer import Mode, Sanitizer
+from outrider.sanitizer.announced import ExpectedAnnounced
 from outrider.sanitizer.kept import ExpectedKept
 from outrider.scheduler import Scheduler, State, StepPlan, Update, Verdict
 from outrider.scheduler.pacing.costs import StepShape, StepTimes
@@ -55,6 +58,7 @@ class WatchingSanitizer(Sanitizer):
         """The ends of its sequence, of which the marks should be made, of each page when it was published."""
         self._not_offered: dict[tuple[int, int, bytes], str] = {}
         """Sequences of pages that were published and not offered to tiers since."""
+        self.servable = ExpectedAnnounced(layout, self._divisible)
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         assert self._manager is not None
@@ -70,6 +74,19 @@ class WatchingSanitizer(Sanitizer):
         super().published(sequence, group, page_number, page, key)
         self.ends_of_new[group, page, key] = self._ends.get(sequence.id, ())
         self._not_offered[group, page, key] = sequence.id
+        self.servable.published(group, page, key, self._hashes(sequence), page_number)
+
+    def evicted(self, arena: int, page: int) -> None:
+        super().evicted(arena, page)
+        self.servable.evicted(arena, page)
+
+    def cache_reset(self) -> None:
+        super().cache_reset()
+        self.servable.clear()
+
+    def started_over(self) -> None:
+        super().started_over()
+        self.servable.clear()
 
     def admitted(self, sequence: SequenceKV) -> None:
         super().admitted(sequence)
@@ -140,7 +157,10 @@ class Worker:
         config = scenario.kv_config(self.layout, name)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
         self.tiers = tiers_of(self, self.layout, store)
-        self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers)
+        self.events = ServablePages(self.layout)
+        self.announced: set[tuple[int, bytes]] = set()
+        """What routers have been told of, as (group, key)."""
+        self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers, listener=self.events)
         self.sanitizer.bind(self.kv)
         self.paced = self._paced_runner() if scenario.paced else None
         pacer = None if self.paced is None else self.paced.pacer
@@ -333,7 +353,26 @@ class Worker:
                 self.sanitizer.check_surplus(request.kv, k=request.k, rows_ahead=rows_ahead)
         if any(update.finish for update in updates):
             self.sanitizer.check_conservation()
+            self.check_announced()
         return updates
+
+    def check_announced(self) -> None:
+        """I13: routers have been told of exactly those pages that can serve a hit, and each once."""
+        changes = self.events.take()
+        if changes.cleared:
+            self.announced.clear()
+        self.counts["withdrawn"] += len(changes.removed)
+        if not self.announced.issuperset(changes.removed):
+            raise InvariantViolation("I13", "I13 broken: a page is withdrawn that was not announced")
+        self.announced.difference_update(changes.removed)
+        for page in changes.stored:
+            is_full = not self.layout.groups[page.group].kind.slides
+            if (page.group, page.key) in self.announced or (
+                is_full and page.parent is not None and (page.group, page.parent) not in self.announced
+            ):
+                raise InvariantViolation("I13", "I13 broken: a page is announced twice, or before the one it follows")
+            self.announced.add((page.group, page.key))
+        self.sanitizer.servable.check(self.announced)
 
     def forget_gone(self) -> None:
         """Let the device and the checker forget sequences that the scheduler does not know any more."""
@@ -348,7 +387,9 @@ class Worker:
     def check_empty(self) -> int:
         """Returns the number of pages that are still held once all requests have ended and the cache is reset."""
         self.sanitizer.check_conservation()
+        self.check_announced()
         self.kv.reset_cache()
+        self.check_announced()
         return sum(arena.num_pages - 1 - arena.num_free for arena in self.kv.pool.arenas)
 
 
