@@ -1,0 +1,181 @@
+"""Products of a few rows with a weight matrix, with what comes before and after them in the same launch.
+
+    y = act(norm(x) Wᵀ + b)          the gated activation reads two rows of W for each output
+    y = residual + (x Wᵀ + b)
+
+The sum over K runs in one order, whatever the number of rows, so a row's bits do not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.backends.cuda.kernels.rotate import normed
+from outrider.backends.cuda.launching import INTERPRETED, launch, power_of_two
+from outrider.models.spec import Activation
+
+ROWS_MAX = 64
+"""The most rows for which this kernel is used. With more, PyTorch's library is faster."""
+ACTIVATIONS = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.CLAMPED_SWIGLU: 3}
+
+
+@triton.jit
+def activate(gate, up, KIND: tl.constexpr):
+    """Returns act(gate) * up of float32 numbers."""
+    if KIND == 1:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    elif KIND == 2:
+        # tanh, written with exp: a Triton without libdevice has no other.
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        y = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+    else:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        y = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    return y
+
+
+@triton.jit
+def _product(x, w, acc, WIDE: tl.constexpr):
+    if WIDE:
+        return tl.dot(x.to(tl.float32), tl.trans(w.to(tl.float32)), acc, input_precision="ieee")
+    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+
+
+@triton.jit
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    norm,
+    residual,
+    out,
+    rows,
+    outputs,
+    eps,
+    x_stride,
+    w_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SAME: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_m, in_n = m < rows, n < outputs
+    dtype = x.dtype.element_ty
+    at_x = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    at_w = weight + n.to(tl.int64)[:, None] * w_stride + k[None, :]
+    rstd = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_NORM:
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            part = tl.load(at_x + start, mask=in_m[:, None] & (start + k < K)[None, :], other=0.0).to(tl.float32)
+            squares += part * part
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_k = start + k < K
+        a = tl.load(at_x + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
+        if HAS_NORM:
+            scale = tl.load(norm + start + k, mask=in_k, other=0.0).to(tl.float32)
+            a = normed(a.to(tl.float32), scale[None, :], rstd[:, None], SAME, dtype)
+        w = tl.load(at_w + start, mask=in_n[:, None] & in_k[None, :], other=0.0)
+        acc = _product(a, w, acc, WIDE)
+        if ACTIVATION > 0:
+            up = tl.load(at_w + start + outputs.to(tl.int64) * w_stride, mask=in_n[:, None] & in_k[None, :], other=0.0)
+            acc_up = _product(a, up, acc_up, WIDE)
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    y = acc.to(dtype)
+    if ACTIVATION > 0:
+        if HAS_BIAS:
+            acc_up += tl.load(bias + outputs + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        y = activate(y.to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION).to(dtype)
+    inside = in_m[:, None] & in_n[None, :]
+    if HAS_RESIDUAL:
+        before = tl.load(residual + m.to(tl.int64)[:, None] * residual_stride + n[None, :], mask=inside, other=0.0)
+        y = (before.to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], y, mask=inside)
+
+
+class Tiles(NamedTuple):
+    """How a product is cut. The part of K that is summed at once depends on the matrix only, never on the rows."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def tiles_of(rows: int, outputs: int, k: int, *, wide: bool, gated: bool) -> Tiles:
+    """Returns the tiles for a product. `wide`: of float32 numbers."""
+    if INTERPRETED:
+        return Tiles(max(16, power_of_two(rows)), max(16, min(power_of_two(outputs), 2048)), power_of_two(k), 4, 1)
+    block_m = 16 if rows <= 16 else 32
+    block_k = 64 if wide else 128
+    block_n = 64 if outputs >= 16384 else 32 if outputs >= 8192 else 16
+    return Tiles(block_m, block_n, block_k, 4, 2 if wide else 3 if gated else 4)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    rows, k = x.shape
+    outputs = weight.shape[0] // (1 if activation is None else 2)
+    assert x.stride(1) == 1 and weight.stride(1) == 1 and weight.dtype == x.dtype
+    if tiles is None:
+        tiles = tiles_of(rows, outputs, k, wide=x.element_size() == 4, gated=activation is not None)
+    launch(
+        linear_kernel,
+        (-(-outputs // tiles.block_n), -(-rows // tiles.block_m)),
+        x,
+        weight,
+        x if bias is None else bias,
+        x if norm is None else norm,
+        x if residual is None else residual,
+        out,
+        rows,
+        outputs,
+        eps,
+        x.stride(0),
+        weight.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        K=k,
+        ACTIVATION=ACTIVATIONS[activation],
+        HAS_NORM=norm is not None,
+        SAME=norm is not None and norm.dtype == x.dtype,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        WIDE=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
