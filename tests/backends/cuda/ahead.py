@@ -26,7 +26,7 @@ TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 SHARED_BYTES_MAX = 227 << 10
 SPILLED_BYTES_MAX = 32
 """A few words, which the assembler of some versions spills to keep to a round number of registers."""

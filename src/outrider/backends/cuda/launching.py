@@ -1,10 +1,17 @@
-"""The one place that launches kernels, so that a recorder sees every launch."""
+"""The one place that launches kernels, so that a recorder sees every launch.
+
+On Hopper and later, kernels are launched as programmatic dependents: a kernel starts while the one before it still runs
+and waits, before it reads what any other kernel has written, until that one has ended. Only constants, such as weights,
+may be touched before.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from triton import knobs
 
 if TYPE_CHECKING:
@@ -12,6 +19,15 @@ if TYPE_CHECKING:
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run on Triton's interpreter, on tensors of the CPU."""
+
+
+@cache
+def overlaps() -> bool:
+    """Returns whether kernels start before the one before them has ended."""
+    if INTERPRETED:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """A kernel, its grid, its arguments and its constants."""
@@ -21,6 +37,10 @@ _observers: list[Callable[[Launch], None]] = []
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launches a kernel over a grid. An observer that listens runs it instead."""
+    if "OVERLAP" in kernel.arg_names:
+        constants["OVERLAP"] = overlaps()
+        if overlaps():
+            constants["launch_pdl"] = True
     call = (kernel, grid, args, constants)
     if _observers:
         _observers[-1](call)

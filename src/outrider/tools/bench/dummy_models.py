@@ -44,14 +44,15 @@ class Shape(NamedTuple):
     vocabulary: int
     theta: float
     qk_norm: bool
-    tied: bool
 
 
 SHAPES = {
-    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, 1e5, qk_norm=False, tied=True),
-    "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, 1e6, qk_norm=True, tied=False),
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, 1e5, qk_norm=False),
+    "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, 1e6, qk_norm=True),
 }
 MAX_POSITION = 8192
+QUIET = 0.02
+"""The scale of what layers add to the residual stream."""
 FIRST = 8
 """The number of tokens by which a prompt is known."""
 
@@ -61,12 +62,12 @@ def dummy_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loade
     of = SHAPES[name]
     generator = torch.Generator(device).manual_seed(0)
 
-    def matrix(rows: int, columns: int) -> Tensor:
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
         drawn = torch.randn(rows, columns, generator=generator, device=device, dtype=dtype)
-        return drawn.mul_(columns**-0.5)
+        return drawn.mul_(scale * columns**-0.5)
 
-    def linear(rows: int, columns: int) -> Linear:
-        return Linear(weight=matrix(rows, columns))
+    def linear(rows: int, columns: int, scale: float = 1.0) -> Linear:
+        return Linear(weight=matrix(rows, columns, scale))
 
     def ones(width: int) -> Tensor:
         return torch.ones(width, device=device, dtype=dtype)
@@ -88,16 +89,19 @@ def dummy_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loade
         LayerParameters(
             input_norm=ones(of.hidden),
             qkv=linear(spec.query_size + 2 * spec.kv_size, of.hidden),
-            out=linear(of.hidden, spec.query_size),
+            out=linear(of.hidden, spec.query_size, QUIET),
             mlp_norm=ones(of.hidden),
-            mlp=DenseMLP(gate_up=linear(2 * of.inner, of.hidden), down=linear(of.hidden, of.inner)),
+            mlp=DenseMLP(gate_up=linear(2 * of.inner, of.hidden), down=linear(of.hidden, of.inner, QUIET)),
             q_norm=ones(of.head_dim) if of.qk_norm else None,
             k_norm=ones(of.head_dim) if of.qk_norm else None,
         )
         for _ in range(of.layers)
     )
-    embedding = matrix(of.vocabulary, of.hidden)
-    head = Linear(weight=embedding) if of.tied else linear(of.vocabulary, of.hidden)
+    embedding = matrix(of.vocabulary, of.hidden, of.hidden**0.5)
+    # Layers add little to the residual stream, and a token is followed by the one whose row of the head is its own
+    # embedding: far ahead of all others, so that no rounding makes two runs part.
+    after = torch.randperm(of.vocabulary, generator=generator, device=device)
+    head = Linear(weight=embedding[after] * of.hidden**-0.5)
     return LoadedModel(
         name=name,
         spec=spec,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.backends.cuda.launching import INTERPRETED, launch, power_of_two
 
@@ -25,7 +26,11 @@ def block_argmax_kernel(
     vocab,
     PROBABILITIES: tl.constexpr,
     SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
@@ -52,7 +57,11 @@ def merge_argmax_kernel(
     blocks,
     PROBABILITIES: tl.constexpr,
     SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
     there = block < blocks

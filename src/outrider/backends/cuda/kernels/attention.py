@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.backends.attention import AttentionLayer, AttentionMetadata, PagedKV
 from outrider.backends.cuda.launching import INTERPRETED, launch, power_of_two
@@ -146,7 +147,11 @@ def attend_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Which rows are the tile's? Span s has its first tile at query_start_loc[s] // TILE_ROWS + s, or later.
     if UNIFORM > 0:
@@ -174,6 +179,11 @@ def attend_kernel(
     there = (m_index < TILE_ROWS * GROUP) & (row < end_row)
     first = tl.load(first_key + row, mask=there, other=0).to(tl.int32)
     stop = tl.load(stop_key + row, mask=there, other=0).to(tl.int32)
+    # Loaded before anything waits for the ranges.
+    table = tables + tl.load(table_rows + first_row) * table_stride
+    d = tl.arange(0, DIM_PAD)
+    inside = there[:, None] & (d < DIM)[None, :]
+    q = tl.load(queries + (row.to(tl.int64) * q_stride + head * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
     reading = there & (stop > first)
     low = tl.min(tl.where(reading, first, 2147483647), axis=0)
     high = tl.max(tl.where(reading, stop, 0), axis=0)
@@ -183,10 +193,6 @@ def attend_kernel(
     if SPLITS > 1:
         if split >= tl.maximum(count, 1):
             return
-    table = tables + tl.load(table_rows + first_row) * table_stride
-    d = tl.arange(0, DIM_PAD)
-    inside = there[:, None] & (d < DIM)[None, :]
-    q = tl.load(queries + (row.to(tl.int64) * q_stride + head * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
     keys += kv_head * k_head
     values += kv_head * v_head
     m = tl.full((TILE_M,), _NONE, tl.float32)
@@ -206,18 +212,18 @@ def attend_kernel(
                     k_page, k_slot, v_page, v_slot, DIM, DIM_PAD, PAGE_TOKENS, BLOCK, HAS_CAP, WIDE,
                 )  # fmt: skip
                 m_part, total_part, acc_part = _merge(m_part, total_part, acc_part, m_more, total_more, acc_more)
-        if SPLITS > 1:
+        if SPLITS > 1 and count > 1:
             at = (cell * PARTS + number) * TILE_M + m_index
             tl.store(parts + at[:, None] * DIM_PAD + d[None, :], acc_part)
             tl.store(sums + 2 * at, m_part)
             tl.store(sums + 2 * at + 1, total_part)
         else:
             m, total, acc = _merge(m, total, acc, m_part, total_part, acc_part)
-    if SPLITS > 1:
+    if SPLITS > 1 and count > 1:
         # The last program of a tile to arrive here merges the segments of all, in their order.
         tl.debug_barrier()
         before = tl.atomic_add(arrived + cell, 1, sem="acq_rel")
-        if before + 1 < tl.minimum(tl.maximum(count, 1), SPLITS):
+        if before + 1 < tl.minimum(count, SPLITS):
             return
         tl.store(arrived + cell, 0)
         for number in range(0, count):
@@ -245,15 +251,21 @@ class AttentionWorkspace:
         self._parts = torch.empty(0, device=device)
         self._sums = torch.empty(0, device=device)
         self._arrived = torch.zeros(4096, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
+        """Memory that graphs still write to."""
 
     def at_least(self, cells: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns memory for this many rows of partial results for each of `cells` tiles."""
-        if self._parts.numel() < cells * rows * width:
-            self._parts = torch.empty(cells * rows * width, device=self._parts.device)
-        if self._sums.numel() < 2 * cells * rows:
-            self._sums = torch.empty(2 * cells * rows, device=self._parts.device)
+        self._parts = self._grown(self._parts, cells * rows * width)
+        self._sums = self._grown(self._sums, 2 * cells * rows)
         assert cells <= self._arrived.numel()
         return self._parts, self._sums, self._arrived
+
+    def _grown(self, memory: Tensor, numbers: int) -> Tensor:
+        if memory.numel() >= numbers:
+            return memory
+        self._outgrown.append(memory)
+        return torch.empty(power_of_two(numbers), device=memory.device)
 
 
 def segment_of(capacity: int) -> int:
@@ -279,7 +291,7 @@ def attend(
     rows, spans = len(queries), len(metadata.query_start_loc) - 1
     group, dim_pad = layer.heads // layer.kv_heads, max(16, power_of_two(layer.head_dim))
     longest = uniform or span_rows or rows
-    tile_m = max(16, min(64, power_of_two(longest * group)), power_of_two(group))
+    tile_m = max(16, min(64, 8192 // dim_pad, power_of_two(longest * group)), power_of_two(group))
     tile_rows = tile_m // group
     tiles = rows // uniform * -(-uniform // tile_rows) if uniform else rows // tile_rows + spans
     capacity = metadata.block_tables.shape[1] * kv.page_tokens

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.backends.cuda.kernels.rotate import normed
 from outrider.backends.cuda.launching import INTERPRETED, launch, power_of_two
@@ -47,6 +49,13 @@ def _product(x, w, acc, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def linear_kernel(
     x,
     weight,
@@ -55,56 +64,79 @@ def linear_kernel(
     residual,
     out,
     rows,
-    outputs,
     eps,
     x_stride,
     w_stride,
     residual_stride,
     out_stride,
     K: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SAME: tl.constexpr,
+    LATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    in_m, in_n = m < rows, n < outputs
+    in_m, in_n = m < rows, n < OUTPUTS
     dtype = x.dtype.element_ty
     at_x = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     at_w = weight + n.to(tl.int64)[:, None] * w_stride + k[None, :]
+    if OVERLAP:
+        gdc_launch_dependents()
+        # Weights come from memory while the kernel before this one still runs.
+        line = tl.arange(0, LINES) * LINE
+        near = tl.minimum(n, OUTPUTS - 1).to(tl.int64)[:, None] * w_stride + tl.minimum(line, K - 1)[None, :]
+        _prefetch(weight + near)
+        if ACTIVATION > 0:
+            _prefetch(weight + near + OUTPUTS * w_stride)
+        gdc_wait()
     rstd = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_NORM:
+    if HAS_NORM and not LATE:
         squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         for start in range(0, K, BLOCK_K):
             part = tl.load(at_x + start, mask=in_m[:, None] & (start + k < K)[None, :], other=0.0).to(tl.float32)
             squares += part * part
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+    total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         in_k = start + k < K
         a = tl.load(at_x + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
         if HAS_NORM:
-            scale = tl.load(norm + start + k, mask=in_k, other=0.0).to(tl.float32)
-            a = normed(a.to(tl.float32), scale[None, :], rstd[:, None], SAME, dtype)
+            scale = tl.load(norm + start + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
+            wide = a.to(tl.float32)
+            if LATE:
+                total += tl.sum(wide * wide, axis=1)
+                a = (wide * scale).to(dtype)
+            else:
+                a = normed(wide, scale, rstd[:, None], SAME, dtype)
         w = tl.load(at_w + start, mask=in_n[:, None] & in_k[None, :], other=0.0)
         acc = _product(a, w, acc, WIDE)
         if ACTIVATION > 0:
-            up = tl.load(at_w + start + outputs.to(tl.int64) * w_stride, mask=in_n[:, None] & in_k[None, :], other=0.0)
+            up = tl.load(at_w + start + OUTPUTS * w_stride, mask=in_n[:, None] & in_k[None, :], other=0.0)
             acc_up = _product(a, up, acc_up, WIDE)
+    if HAS_NORM and LATE:
+        rstd = tl.rsqrt(total / K + eps)
+        acc = acc * rstd[:, None]
+        acc_up = acc_up * rstd[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     y = acc.to(dtype)
     if ACTIVATION > 0:
         if HAS_BIAS:
-            acc_up += tl.load(bias + outputs + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            acc_up += tl.load(bias + OUTPUTS + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
         y = activate(y.to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION).to(dtype)
     inside = in_m[:, None] & in_n[None, :]
     if HAS_RESIDUAL:
@@ -160,21 +192,25 @@ def linear(
         x if residual is None else residual,
         out,
         rows,
-        outputs,
         eps,
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
         K=k,
+        OUTPUTS=outputs,
         ACTIVATION=ACTIVATIONS[activation],
         HAS_NORM=norm is not None,
         SAME=norm is not None and norm.dtype == x.dtype,
+        # The factor of a row's norm can wait until its sum is known. Float16 may overflow without it.
+        LATE=x.dtype != torch.float16,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        LINE=128 // x.element_size(),
+        LINES=power_of_two(-(-k * x.element_size() // 128)),
         WIDE=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

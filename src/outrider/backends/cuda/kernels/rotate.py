@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.backends.attention import AttentionLayer, AttentionMetadata, PagedKV
 from outrider.backends.cuda.launching import INTERPRETED, launch, power_of_two
@@ -59,7 +60,11 @@ def rotate_kernel(
     HAS_NORM: tl.constexpr,
     SAME: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = vector // (HEADS + KV_HEADS)
     head = vector % (HEADS + KV_HEADS)

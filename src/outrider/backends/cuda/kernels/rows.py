@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.backends.cuda.kernels.linear import ACTIVATIONS, activate
 from outrider.backends.cuda.kernels.rotate import normed
@@ -26,7 +27,11 @@ def embed_kernel(
     SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row, mask=row < rows, other=0)
@@ -55,7 +60,11 @@ def norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < WIDTH)[None, :]
@@ -80,7 +89,11 @@ def gate_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < width)[None, :]
