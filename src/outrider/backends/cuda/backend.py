@@ -86,12 +86,12 @@ class CudaBackend(ReferenceBackend):
     ) -> Tensor:
         x, weight = _rows_of(x), plain(of.weight)
         outputs = weight.shape[0] // (1 if activation is None else 2)
+        if norm is not None and not linear.norms(x):
+            x, norm = self.norm(x, norm, eps), None
         if len(x) <= linear.ROWS_MAX:
             out = x.new_empty(len(x), outputs)
             linear.linear(x, weight, of.bias, out, norm=norm, eps=eps, residual=residual, activation=activation)
             return out
-        if norm is not None:
-            x = self.norm(x, norm, eps)
         if residual is not None and of.bias is None:
             return torch.addmm(residual, x, weight.T)
         y = functional.linear(x, weight, of.bias)

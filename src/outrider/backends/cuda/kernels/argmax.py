@@ -29,8 +29,8 @@ def block_argmax_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
@@ -60,8 +60,8 @@ def merge_argmax_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
     there = block < blocks

@@ -150,8 +150,8 @@ def attend_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Which rows are the tile's? Span s has its first tile at query_start_loc[s] // TILE_ROWS + s, or later.
     if UNIFORM > 0:
@@ -351,6 +351,7 @@ def attend(
         HAS_SINKS=layer.sinks is not None,
         WIDE=INTERPRETED,
         num_warps=8 if tile_m * dim_pad >= 32 * 128 else 4,
-        num_stages=2,
+        # Shorter rows than the matrix units' own stop the compiler's pipelining.
+        num_stages=2 if dim_pad >= 64 else 1,
         enable_fp_fusion=False,
     )

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.backends.cuda.kernels.rotate import normed
 from outrider.backends.cuda.launching import INTERPRETED, launch, power_of_two
 from outrider.models.spec import Activation
 
@@ -73,8 +72,6 @@ def linear_kernel(
     OUTPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    SAME: tl.constexpr,
-    LATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -93,7 +90,6 @@ def linear_kernel(
     at_x = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     at_w = weight + n.to(tl.int64)[:, None] * w_stride + k[None, :]
     if OVERLAP:
-        gdc_launch_dependents()
         # Weights come from memory while the kernel before this one still runs.
         line = tl.arange(0, LINES) * LINE
         near = tl.minimum(n, OUTPUTS - 1).to(tl.int64)[:, None] * w_stride + tl.minimum(line, K - 1)[None, :]
@@ -101,36 +97,36 @@ def linear_kernel(
         if ACTIVATION > 0:
             _prefetch(weight + near + OUTPUTS * w_stride)
         gdc_wait()
-    rstd = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_NORM and not LATE:
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            part = tl.load(at_x + start, mask=in_m[:, None] & (start + k < K)[None, :], other=0.0).to(tl.float32)
-            squares += part * part
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+        gdc_launch_dependents()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if HAS_NORM:
+        # The factor of a row's norm waits until its sum is known. The norm's weights are loaded three blocks ahead:
+        # the compiler keeps only operands of products on their way.
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        scale = tl.load(norm + k, mask=k < K, other=0.0)
+        scale_1 = tl.load(norm + BLOCK_K + k, mask=BLOCK_K + k < K, other=0.0)
+        scale_2 = tl.load(norm + 2 * BLOCK_K + k, mask=2 * BLOCK_K + k < K, other=0.0)
     for start in range(0, K, BLOCK_K):
         in_k = start + k < K
         a = tl.load(at_x + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
-        if HAS_NORM:
-            scale = tl.load(norm + start + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-            wide = a.to(tl.float32)
-            if LATE:
-                total += tl.sum(wide * wide, axis=1)
-                a = (wide * scale).to(dtype)
-            else:
-                a = normed(wide, scale, rstd[:, None], SAME, dtype)
         w = tl.load(at_w + start, mask=in_n[:, None] & in_k[None, :], other=0.0)
+        if HAS_NORM:
+            wide = a.to(tl.float32)
+            squares += wide * wide
+            a = (wide * scale.to(tl.float32)[None, :]).to(dtype)
+            scale = scale_1
+            scale_1 = scale_2
+            ahead = start + 3 * BLOCK_K + k
+            scale_2 = tl.load(norm + ahead, mask=ahead < K, other=0.0)
         acc = _product(a, w, acc, WIDE)
         if ACTIVATION > 0:
             up = tl.load(at_w + start + OUTPUTS * w_stride, mask=in_n[:, None] & in_k[None, :], other=0.0)
             acc_up = _product(a, up, acc_up, WIDE)
-    if HAS_NORM and LATE:
-        rstd = tl.rsqrt(total / K + eps)
-        acc = acc * rstd[:, None]
-        acc_up = acc_up * rstd[:, None]
+    if HAS_NORM:
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc = acc * rstd
+        acc_up = acc_up * rstd
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     y = acc.to(dtype)
@@ -160,9 +156,14 @@ def tiles_of(rows: int, outputs: int, k: int, *, wide: bool, gated: bool) -> Til
     if INTERPRETED:
         return Tiles(max(16, power_of_two(rows)), max(16, min(power_of_two(outputs), 2048)), power_of_two(k), 4, 1)
     block_m = 16 if rows <= 16 else 32
-    block_k = 64 if wide else 128
     block_n = 64 if outputs >= 16384 else 32 if outputs >= 8192 else 16
-    return Tiles(block_m, block_n, block_k, 4, 2 if wide else 3 if gated else 4)
+    return Tiles(block_m, block_n, 64 if wide else 128, 4, 2 if wide else 3 if gated else 4)
+
+
+def norms(x: Tensor) -> bool:
+    """Returns whether a product of these rows norms them itself. Without the factor of their norm, float16 may
+    overflow."""
+    return len(x) <= ROWS_MAX and x.dtype != torch.float16
 
 
 def linear(
@@ -181,7 +182,8 @@ def linear(
     outputs = weight.shape[0] // (1 if activation is None else 2)
     assert x.stride(1) == 1 and weight.stride(1) == 1 and weight.dtype == x.dtype
     if tiles is None:
-        tiles = tiles_of(rows, outputs, k, wide=x.element_size() == 4, gated=activation is not None)
+        of = {"wide": x.element_size() == 4, "gated": activation is not None}
+        tiles = tiles_of(rows, outputs, k, **of)
     launch(
         linear_kernel,
         (-(-outputs // tiles.block_n), -(-rows // tiles.block_m)),
@@ -201,9 +203,6 @@ def linear(
         OUTPUTS=outputs,
         ACTIVATION=ACTIVATIONS[activation],
         HAS_NORM=norm is not None,
-        SAME=norm is not None and norm.dtype == x.dtype,
-        # The factor of a row's norm can wait until its sum is known. Float16 may overflow without it.
-        LATE=x.dtype != torch.float16,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_M=tiles.block_m,

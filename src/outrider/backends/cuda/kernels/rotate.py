@@ -63,8 +63,8 @@ def rotate_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = vector // (HEADS + KV_HEADS)
     head = vector % (HEADS + KV_HEADS)

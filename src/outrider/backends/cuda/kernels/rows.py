@@ -30,8 +30,8 @@ def embed_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row, mask=row < rows, other=0)
@@ -63,8 +63,8 @@ def norm_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < WIDTH)[None, :]
@@ -92,8 +92,8 @@ def gate_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < width)[None, :]
