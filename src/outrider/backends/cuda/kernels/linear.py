@@ -100,25 +100,19 @@ def linear_kernel(
         gdc_launch_dependents()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if HAS_NORM:
-        # The factor of a row's norm waits until its sum is known. The norm's weights are loaded three blocks ahead:
-        # the compiler keeps only operands of products on their way.
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        scale = tl.load(norm + k, mask=k < K, other=0.0)
-        scale_1 = tl.load(norm + BLOCK_K + k, mask=BLOCK_K + k < K, other=0.0)
-        scale_2 = tl.load(norm + 2 * BLOCK_K + k, mask=2 * BLOCK_K + k < K, other=0.0)
+    # The factor of a row's norm waits until its sum is known.
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    # The compiler keeps tiles of products on their way, but no vectors: so the norm's weights are a tile as well.
+    at_norm = norm + m[:, None] * 0 + k[None, :]
     for start in range(0, K, BLOCK_K):
         in_k = start + k < K
         a = tl.load(at_x + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
         w = tl.load(at_w + start, mask=in_n[:, None] & in_k[None, :], other=0.0)
         if HAS_NORM:
+            scale = tl.load(at_norm + start, mask=in_m[:, None] & in_k[None, :], other=0.0)
             wide = a.to(tl.float32)
             squares += wide * wide
-            a = (wide * scale.to(tl.float32)[None, :]).to(dtype)
-            scale = scale_1
-            scale_1 = scale_2
-            ahead = start + 3 * BLOCK_K + k
-            scale_2 = tl.load(norm + ahead, mask=ahead < K, other=0.0)
+            a = (wide * scale.to(tl.float32)).to(dtype)
         acc = _product(a, w, acc, WIDE)
         if ACTIVATION > 0:
             up = tl.load(at_w + start + OUTPUTS * w_stride, mask=in_n[:, None] & in_k[None, :], other=0.0)
