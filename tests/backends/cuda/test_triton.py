@@ -21,6 +21,7 @@ INTERPRETED = {
     "kernels": [f"{HERE}/triton_kernels.py"],
     "attention": [f"{HERE}/triton_attention.py"],
     "layers": [f"{HERE}/triton_layers.py"],
+    "graphs": [f"{HERE}/triton_graphs.py"],
     "engine": [f"{HERE}/triton_engine.py"],
     "contract": ["tests/backends/test_contract.py", "-k", "cuda-interpreted"],
 }

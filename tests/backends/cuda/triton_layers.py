@@ -36,26 +36,17 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("rows", "k", "outputs"), [(1, 64, 40), (7, 576, 96), (33, 100, 130), (64, 200, 17)])
-@pytest.mark.parametrize("norm_dtype", [None, torch.float32, torch.float16])
 @pytest.mark.parametrize("what", ["plain", "residual", *Activation])
-def test_products(
-    rows: int, k: int, outputs: int, what: str | Activation, norm_dtype: torch.dtype | None, dtype: torch.dtype
-) -> None:
+def test_products(rows: int, k: int, outputs: int, what: str | Activation, dtype: torch.dtype) -> None:
     activation = what if isinstance(what, Activation) else None
     x = random(0, rows, k).to(dtype)
     weight = (random(1, outputs * (2 if activation else 1), k) / k**0.5).to(dtype)
     bias = random(2, len(weight)).to(dtype) if rows % 2 else None
-    norm = None if norm_dtype is None else (random(3, k).abs() + 0.5).to(norm_dtype)
     residual = random(4, rows, outputs).to(dtype) if what == "residual" else None
-    if norm is not None and not products.norms(x):
-        pytest.skip("rows of this type are normed by a launch of their own")
     wide = Linear(weight=weight.float(), bias=None if bias is None else bias.float())
-    normed = None if norm is None else norm.float()
+    expected = REFERENCE.project(x.float(), wide)
     if activation is not None:
-        gate, up = REFERENCE.project(x.float(), wide, norm=normed, eps=EPS).chunk(2, dim=-1)
-        expected = activate(gate, up, activation)
-    else:
-        expected = REFERENCE.project(x.float(), wide, norm=normed, eps=EPS)
+        expected = activate(*expected.chunk(2, dim=-1), activation)
     if residual is not None:
         expected = expected + residual.float()
     whole, out = guarded(rows, outputs, dtype)
@@ -64,8 +55,6 @@ def test_products(
         moved(weight, DEVICE),
         moved(bias, DEVICE),
         out,
-        norm=moved(norm, DEVICE),
-        eps=EPS,
         residual=moved(residual, DEVICE),
         activation=activation,
     )
@@ -77,11 +66,10 @@ def test_products(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(dtype: torch.dtype) -> None:
     x, weight = random(0, products.ROWS_MAX, 576).to(DEVICE, dtype), random(1, 960, 576).to(DEVICE, dtype)
-    norm = random(2, 576).to(DEVICE, dtype) if dtype is not torch.float16 else None
     outs = []
     for rows in (1, 3, 16, 17, 33, products.ROWS_MAX):
         out = x.new_empty(rows, 960)
-        products.linear(x[:rows], weight, None, out, norm=norm, eps=EPS)
+        products.linear(x[:rows], weight, None, out)
         outs.append(out)
     assert all(torch.equal(out, outs[-1][: len(out)]) for out in outs)
 

@@ -5,6 +5,8 @@ It also runs on Triton's interpreter, on tensors of the CPU, which is how its te
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -49,8 +51,7 @@ class CudaBackend(ReferenceBackend):
     def embed(self, token_ids: Tensor, embedding: Matrix, scale: float) -> Tensor:
         table = plain(embedding)
         out = table.new_empty(token_ids.shape[0], table.shape[1])
-        # Models multiply by a scale rounded to their own dtype.
-        rows.embed(token_ids, table, float(torch.tensor(scale, dtype=table.dtype)), out)
+        rows.embed(token_ids, table, _rounded(scale, table.dtype), out)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,11 +87,11 @@ class CudaBackend(ReferenceBackend):
     ) -> Tensor:
         x, weight = _rows_of(x), plain(of.weight)
         outputs = weight.shape[0] // (1 if activation is None else 2)
-        if norm is not None and not linear.norms(x):
-            x, norm = self.norm(x, norm, eps), None
+        if norm is not None:
+            x = self.norm(x, norm, eps)
         if len(x) <= linear.ROWS_MAX:
             out = x.new_empty(len(x), outputs)
-            linear.linear(x, weight, of.bias, out, norm=norm, eps=eps, residual=residual, activation=activation)
+            linear.linear(x, weight, of.bias, out, residual=residual, activation=activation)
             return out
         if residual is not None and of.bias is None:
             return torch.addmm(residual, x, weight.T)
@@ -170,6 +171,12 @@ class CudaArgmax(Argmax):
 
     def first(self, rows: int) -> Argmax:
         return CudaArgmax(self._found[:rows], None if self._logits is None else self._logits[:rows])
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """Returns the scale as models multiply by it: rounded to their own dtype."""
+    return float(torch.tensor(scale, dtype=dtype))
 
 
 def _rows_of(x: Tensor) -> Tensor:
