@@ -212,7 +212,8 @@ class Backend(ABC):
         return nullcontext()
 
     def settle(self) -> None:
-        """Waits for the passes that began at the end of the last step. Whoever else reads pages calls it before."""
+        """Returns when the passes have ended that began at the end of the last step. Links and checksums, which read
+        pages without the backend, need it first."""
 
     # ---- batches and sampling ----------------------------------------------------------------------
 
