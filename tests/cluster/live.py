@@ -31,8 +31,16 @@ def main() -> None:
     try:
         cluster.wait_ready()
         report = look(cluster)
+        last: list[Streamed] = []
+        begun = threading.Event()
+        options = {"max_tokens": 150, "on_text": lambda _answer: begun.set()}
+        stream = threading.Thread(target=lambda: last.append(ask(cluster.url, QUESTION, **options)))
+        stream.start()
+        begun.wait(60)
     finally:
         status = cluster.stop()
+    stream.join()
+    report["ended_meanwhile"] = {"error": last[0].error, "finish_reason": last[0].finish_reason}
     wanted = chats(4, tokens=40)
     report["right"] = right_answers(wanted)
     report["status"] = status
@@ -46,7 +54,7 @@ def look(cluster: ClusterProcess) -> dict[str, Any]:
         "texts": [answer.text for answer in answers],
         "salted": [answer.cached_tokens for answer in salted],
         "json": ask(cluster.url, QUESTION, max_tokens=40, response_format=FORM).text,
-        "several": ask(cluster.url, QUESTION, max_tokens=4, n=2).error,
+        "several": ask(cluster.url, QUESTION, max_tokens=4, n=2, temperature=1.0).error,
         "stopped": ask(cluster.url, QUESTION, max_tokens=60, stop=["."]).text,
     }
     sampled = {"max_tokens": 160, "temperature": 0.8, "seed": 5}

@@ -69,3 +69,7 @@ def test_what_died_was_started_again_and_the_cluster_ended_in_order(seen: Any) -
 
 def test_only_the_request_that_was_lost_leaves_a_mark(seen: Any) -> None:
     assert seen["marks"] == 1
+
+
+def test_a_text_that_is_being_written_when_the_cluster_ends_is_finished(seen: Any) -> None:
+    assert seen["ended_meanwhile"] == {"error": None, "finish_reason": "length"}

@@ -62,7 +62,7 @@ class Reader:
         dealer.send_multipart([b"", wanted.to_bytes(8, "big")])
         first = True
         while True:
-            assert dealer.poll(5000), "the replay does not end"
+            assert dealer.poll(90_000), "the replay does not end"
             empty, topic, sequence_bytes, payload = dealer.recv_multipart()
             assert empty == b""
             if payload == b"":

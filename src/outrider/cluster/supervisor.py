@@ -32,6 +32,8 @@ STATE_FILE = "cluster.json"
 FRONTEND = "frontend"
 DESCRIBES_THE_MODEL = ("max_model_len", "block_size")
 """Options of workers that the front end must hear from all of them alike."""
+DYNAMO_GRACE_S = 15.0
+FRONTEND_LIMIT_S = 10.0
 SYSTEM_PORTS = range(20_000, 32_768)
 
 
@@ -219,12 +221,13 @@ class Supervisor:
         temporary.replace(self.directory / STATE_FILE)
 
     def end(self) -> None:
-        """End the front end first, so that no request comes after, then the workers together."""
+        """End the workers together, which take no more requests and finish those they have, then the front end, which
+        would cut what still streams."""
         frontend, others = self.members[0], self.members[1:]
-        frontend.end(self.plan.drain_s)
         with ThreadPoolExecutor(max(1, len(others))) as pool:
-            # The workers' own limit, and a moment for what comes after it.
-            list(pool.map(lambda member: member.end(self.plan.drain_s + 10), others))
+            # The workers' own limit, and a moment for what comes before and after it.
+            list(pool.map(lambda member: member.end(self.plan.drain_s + DYNAMO_GRACE_S), others))
+        frontend.end(FRONTEND_LIMIT_S)
         self._write_state()
 
 
