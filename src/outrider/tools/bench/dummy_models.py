@@ -1,5 +1,5 @@
 """Tokens per second of models with random weights in the shapes of real ones, and with drafts that are as often right
-as one wishes: `python -m outrider.tools.bench.dummy_models --model smollm2-135m --batch 1,32 --drafter DIRECTORY`
+as one wishes: `scripts/bench-gpu --model smollm2-135m --batch 1,32 --drafter DIRECTORY`
 
 What a step costs does not depend on the weights, so this needs no checkpoint of the target. Only the number of accepted
 drafts does: a real drafter does all its work here, and its drafts are then replaced by the tokens that a run without
