@@ -11,7 +11,7 @@ import torch
 from tests.backends.cases import PAGE_TOKENS, PAGES, VOCABULARY, Model, decoder_spec, near
 from tests.kv.fakes import full
 
-from outrider.backends.batch import Batch, Span
+from outrider.backends.batch import Batch, BatchBuilder, Span
 from outrider.backends.cuda import graphs
 from outrider.backends.cuda.backend import CudaBackend
 from outrider.backends.cuda.batches import CudaBatchBuilder
@@ -34,7 +34,7 @@ class Tables:
         return self.pages
 
     def tensor(self, _group: int) -> torch.Tensor:
-        raise AssertionError("whole tables are not uploaded")
+        return torch.from_numpy(self.pages)
 
 
 class Captured:
@@ -45,15 +45,17 @@ class Captured:
         self.backend = CudaBackend(DEVICE)
         self.model = Model(self.backend, decoder_spec())
         self.tables = Tables()
-        self.builder = CudaBatchBuilder(KVLayout(target=(full("a", page=PAGE_TOKENS),)), self.tables, DEVICE)
+        layout = KVLayout(target=(full("a", page=PAGE_TOKENS),))
+        self.builder = CudaBatchBuilder(layout, self.tables, DEVICE)
+        self.plain_builder = BatchBuilder(layout, self.tables, DEVICE)
 
-    def batch(self, *rows: tuple[int, int, int], seed: int = 0) -> Batch:
+    def batch(self, builder: BatchBuilder, *rows: tuple[int, int, int], seed: int = 0) -> Batch:
         """Returns the rows of requests: (table row, start, count)."""
         spans = [
             Span(table_row, start, [(7 * at + seed) % VOCABULARY for at in range(start, start + count)])
             for table_row, start, count in rows
         ]
-        return self.builder.build(spans, range(1))
+        return builder.build(spans, range(1))
 
     def forward(self, batch: Batch, paged: PagedDecoder | None = None) -> DecoderOutput:
         return (paged or self.model.paged).forward(
@@ -61,8 +63,9 @@ class Captured:
         )
 
     def check(self, *rows: tuple[int, int, int], seed: int = 0) -> None:
-        """Runs a batch as it comes, and compares results and pages with a run without graphs."""
-        batch = self.batch(*rows, seed=seed)
+        """Runs a batch as it comes, and compares results and pages with a run without graphs, on a batch that holds
+        whole tables."""
+        batch = self.batch(self.builder, *rows, seed=seed)
         kv, paged = self.model.bind()
         for own, other in zip(self.model.kv, kv, strict=True):
             other.keys.copy_(own.keys)
@@ -70,9 +73,7 @@ class Captured:
         before = [(own.keys.clone(), own.values.clone()) for own in self.model.kv]
         found = self.forward(batch)
         assert found.hidden.shape[0] == len(batch.token_ids)
-        self.backend.graphs.enabled = False
-        expected = self.forward(batch, paged)
-        self.backend.graphs.enabled = True
+        expected = self.forward(self.batch(self.plain_builder, *rows, seed=seed), paged)
         assert found.logits is not None
         assert expected.logits is not None
         assert found.argmax is not None

@@ -132,9 +132,13 @@ class CudaBatchBuilder(BatchBuilder):
         self._page_tokens = [spec.page_tokens for spec in layout.groups]
 
     def build(self, spans: Sequence[Span], groups: range) -> Batch:
-        counts = np.array([len(span.token_ids) for span in spans], np.int64)
-        starts = np.array([span.start for span in spans], np.int64)
-        tables = np.array([span.table_row for span in spans], np.int64)
+        numbers: list[int] = []
+        token_list: list[int] = []
+        for table_row, start, tokens, kept_from, sees_to, anchored in spans:
+            numbers += (table_row, start, len(tokens), kept_from, sees_to, anchored)
+            token_list += tokens
+        of_spans = np.array(numbers, np.int64).reshape(-1, 6)
+        tables, starts, counts = of_spans[:, 0], of_spans[:, 1], of_spans[:, 2]
         ends = np.cumsum(counts)
         rows, count = int(ends[-1]), len(spans)
         shape, padded = shape_of(rows, count, int(counts.max()), groups)
@@ -149,17 +153,14 @@ class CudaBatchBuilder(BatchBuilder):
         of_row = np.repeat(np.arange(count), counts) if rows > count else slice(None)
         positions = starts if rows == count else np.arange(rows, dtype=np.int64) + (starts - first_rows)[of_row]
         token_ids, all_positions, all_table_rows = columns[:_SHARED, :rows]
-        token_ids[:] = [token for span in spans for token in span.token_ids]
+        token_ids[:] = token_list
         all_positions[:], all_table_rows[:] = positions, tables[of_row]
-        kept = None
-        if any(span.kept_from for span in spans):
-            kept = positions >= np.array([span.kept_from for span in spans], np.int64)[of_row]
-        sees_to = windows_at = anchored = None
-        if any(span.sees_to or span.anchored for span in spans):
-            sees_to = np.array([span.sees_to for span in spans], np.int64)[of_row]
-            anchored = np.array([span.anchored for span in spans], np.bool_)[of_row]
-            windows_at = np.where(anchored, starts[of_row], positions)
-        furthest = max(int(seq_lens.max()), 0 if sees_to is None else int(sees_to.max()))
+        kept = positions >= of_spans[:, 3][of_row] if of_spans[:, 3].any() else None
+        sees = windows_at = anchored_rows = None
+        if of_spans[:, 4:].any():
+            sees, anchored_rows = of_spans[:, 4][of_row], of_spans[:, 5][of_row] != 0
+            windows_at = np.where(anchored_rows, starts[of_row], positions)
+        furthest = max(int(seq_lens.max()), 0 if sees is None else int(sees.max()))
         on_device = []
         for number, group in enumerate(groups):
             spec, on_host = self._layout.groups[group], self._tables.array(group)
@@ -175,8 +176,8 @@ class CudaBatchBuilder(BatchBuilder):
             at = positions if windows_at is None else windows_at
             np.maximum(at - lookback, self._tables.lows[all_table_rows, group], out=first_key)
             stop_key[:] = positions + 1
-            if sees_to is not None and anchored is not None and not spec.causal:
-                stop_key[:] = stop_keys(positions, sees_to, anchored, lookback)
+            if sees is not None and anchored_rows is not None and not spec.causal:
+                stop_key[:] = stop_keys(positions, sees, anchored_rows, lookback)
         there = words.to(self._device, non_blocking=True) if self._pins else words
         full = tuple(table for table, _rows in on_device)
         packed = PackedBatch(there, shape, padded, full)

@@ -1,5 +1,5 @@
 """Tokens per second of models with random weights in the shapes of real ones, and with drafts that are as often right
-as one wishes: `python -m outrider.tools.bench.dummy_models --model smollm2-135m --batch 1,32 --drafter DIRECTORY`
+as one wishes: `scripts/bench-gpu --model smollm2-135m --batch 1,32 --drafter DIRECTORY`
 
 What a step costs does not depend on the weights, so this needs no checkpoint of the target. Only the number of accepted
 drafts does: a real drafter does all its work here, and its drafts are then replaced by the tokens that a run without
@@ -164,7 +164,8 @@ def main() -> None:
     engines: dict[str, tuple[Engine, PromisedDrafts | None]] = {
         "plain": (build_engine(EngineConfig(**settings), model=model), None)
     }
-    for k in whole_numbers(given.k, "--k") if given.drafter else ():
+    drafts = [*whole_numbers(given.k, "--k"), *([0] if given.auto else [])]
+    for k in drafts if given.drafter else ():
         speculation = SpeculativeConfig(
             method="dflash", model=given.drafter, num_speculative_tokens=k or None, draft_vocab_size=None
         )
@@ -235,7 +236,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-gib", type=int, default=8, help="memory for the KV of each engine; 0: what is free")
     parser.add_argument("--drafter", help="directory of a DFlash checkpoint that fits the model")
-    parser.add_argument("--k", default="7", help="numbers of drafts; 0: the engine chooses")
+    parser.add_argument("--k", default="7", help="fixed numbers of drafts")
+    parser.add_argument("--auto", action="store_true", help="also let the engine choose how much is drafted")
     parser.add_argument("--right", type=float, default=0.8, help="probability that a draft is right")
     return parser.parse_args()
 

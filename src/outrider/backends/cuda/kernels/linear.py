@@ -90,8 +90,8 @@ def linear_kernel(
     at_w = weight + n.to(tl.int64)[:, None] * w_stride + k[None, :]
     if OVERLAP:
         # Weights come from memory while the kernel before this one still runs.
-        line = tl.arange(0, LINES) * LINE
-        near = tl.minimum(n, OUTPUTS - 1).to(tl.int64)[:, None] * w_stride + tl.minimum(line, K - 1)[None, :]
+        ahead = tl.arange(0, LINES) * LINE
+        near = tl.minimum(n, OUTPUTS - 1).to(tl.int64)[:, None] * w_stride + tl.minimum(ahead, K - 1)[None, :]
         _prefetch(weight + near)
         if ACTIVATION > 0:
             _prefetch(weight + near + OUTPUTS * w_stride)
