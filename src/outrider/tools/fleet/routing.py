@@ -16,7 +16,7 @@ from outrider.tools.fleet.process import ClusterError, ClusterProcess
 WORKERS = 4
 TOKENS = 40
 AT_A_TIME = 4
-KV_BYTES = 256 << 20
+KV_BYTES = 1 << 30
 """Memory for KV of all workers together; one worker alone has all of it."""
 
 
