@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
@@ -19,7 +20,7 @@ from outrider.backends import cpu
 from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Body, EagerPass, Options, Pass, Result
 from outrider.backends.cpu.backend import CPUBackend
-from outrider.backends.cpu.kernels.pool import BUSY
+from outrider.backends.cpu.kernels.pool import BEGUN, BUSY, DONE
 from outrider.backends.cpu.kernels.threads import Threads
 from outrider.backends.cpu.packed import Packing
 from outrider.backends.cpu.passes import PROGRAMS_MAX
@@ -274,7 +275,16 @@ def test_a_step_that_fails_drops_what_it_enqueued() -> None:
 
 def in_use(threads: Threads) -> bool:
     """Whether the threads are kept for a program that was left to them."""
-    return bool(ctypes.c_int64.from_address(threads.address + BUSY).value)
+    return bool(word_of(threads, BUSY))
+
+
+def word_of(threads: Threads, place: int) -> int:
+    return ctypes.c_int64.from_address(threads.address + place).value
+
+
+def is_left(backend: CPUBackend) -> bool:
+    """Whether threads got what the last step left: otherwise it has run before the step ended."""
+    return bool(backend._begun_job.words.cast("q")[BEGUN])
 
 
 @pytest.fixture
@@ -320,6 +330,47 @@ def test_other_engines_compute_while_a_step_has_left_something(threads: Threads)
             each.settle()
         assert (feed.written, another.written) == (float(number), float(-number))
     assert not in_use(threads)
+
+
+def test_what_has_ended_keeps_the_threads_from_no_other_engine(threads: Threads) -> None:
+    backend, other = CPUBackend(), CPUBackend()
+    for number in range(1, 50):
+        feed = left_by_a_step(backend, float(number))
+        deadline = time.monotonic() + 60
+        while not word_of(threads, DONE):
+            assert time.monotonic() < deadline
+            time.sleep(0)
+        assert feed.written == float(number)
+        another = left_by_a_step(other, float(-number))
+        assert is_left(backend) and is_left(other)
+        # The pool is the other's by now.
+        backend.settle()
+        assert in_use(threads) and not is_left(backend)
+        other.settle()
+        assert another.written == float(-number)
+        assert not in_use(threads)
+
+
+def test_after_an_interrupt_at_any_line_of_a_step_the_next_feed_is_right(threads: Threads) -> None:
+    backend = CPUBackend()
+    feed = Feed(backend, rows=5)
+    line, interrupted = 0, True
+
+    def step() -> None:
+        with backend.step():
+            feed.enqueue(-1.0)
+        backend.settle()
+
+    while interrupted:
+        line += 1
+        interrupted = interrupted_at(line, step)
+        with backend.step():
+            feed.enqueue(float(line))
+        assert is_left(backend)
+        backend.settle()
+        assert feed.written == float(line)
+        assert not in_use(threads)
+    assert line > 10
 
 
 def test_an_operation_after_a_step_sees_what_it_left() -> None:
