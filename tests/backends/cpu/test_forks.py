@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.backends.cases import random
-from tests.backends.cpu.test_program import in_use, is_left, left_by_a_step, word_of
+from tests.backends.cpu.test_program import in_use, is_left, left_by_a_step, set_word, word_of
 
 from outrider.backends.cpu.backend import CPUBackend
 from outrider.backends.cpu.kernels.pool import THREADS, TICKET
@@ -103,7 +102,3 @@ def test_a_child_does_again_what_a_thread_was_at_work_on(monkeypatch: pytest.Mon
     set_word(threads, TICKET, posted)
     assert ends()
     threads.close()
-
-
-def set_word(threads: Threads, place: int, value: int) -> None:
-    ctypes.c_int64.from_address(threads.address + place).value = value

@@ -20,7 +20,7 @@ from outrider.backends import cpu
 from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Body, EagerPass, Options, Pass, Result
 from outrider.backends.cpu.backend import CPUBackend
-from outrider.backends.cpu.kernels.pool import BEGUN, BUSY, DONE
+from outrider.backends.cpu.kernels.pool import BEGUN, BUSY, DONE, THREADS, TICKET
 from outrider.backends.cpu.kernels.threads import Threads
 from outrider.backends.cpu.packed import Packing
 from outrider.backends.cpu.passes import PROGRAMS_MAX
@@ -282,6 +282,10 @@ def word_of(threads: Threads, place: int) -> int:
     return ctypes.c_int64.from_address(threads.address + place).value
 
 
+def set_word(threads: Threads, place: int, value: int) -> None:
+    ctypes.c_int64.from_address(threads.address + place).value = value
+
+
 def is_left(backend: CPUBackend) -> bool:
     """Whether threads got what the last step left: otherwise it has run before the step ended."""
     return bool(backend._begun_job.words.cast("q")[BEGUN])
@@ -375,12 +379,37 @@ def test_after_an_interrupt_at_any_line_of_a_step_the_next_feed_is_right(threads
     assert line > 10
 
 
-def test_an_operation_after_a_step_sees_what_it_left() -> None:
-    backend = CPUBackend(2)
-    for number in range(50):
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_an_operation_after_a_step_sees_what_it_left(threads: Threads) -> None:
+    # A second thread that never runs: only who waits for what was left does it.
+    set_word(threads, THREADS, 2)
+    backend, x, linear = CPUBackend(), random(0, 1, 64), Linear(weight=random(1, 8, 64))
+    compiled = backend.compile_pass(lambda x, _groups, _options: backend.project(x, linear))
+    operations: list[Callable[[], object]] = [
+        lambda: backend.norm(x, x[0], 1e-5),
+        lambda: compiled.run(x, NO_GROUPS, 0),
+        lambda: left_by_a_step(backend, -1.0),
+        backend.settle,
+    ]
+    for number, operation in enumerate(operations, 1):
         feed = left_by_a_step(backend, float(number))
-        backend.norm(random(0, 1, 64), random(1, 64), 1e-5)
+        assert is_left(backend)
+        assert feed.written != float(number)
+        operation()
         assert feed.written == float(number)
+
+
+def test_a_caller_that_finds_the_threads_in_use_leaves_them_alone(threads: Threads) -> None:
+    backend, x, linear = CPUBackend(), random(0, 40, 64), Linear(weight=random(1, 200, 64))
+    expected = backend.project(x, linear)
+    set_word(threads, BUSY, 1)
+    ticket = word_of(threads, TICKET)
+    assert torch.equal(backend.project(x, linear), expected)
+    feed = left_by_a_step(backend, 3.0)
+    assert not is_left(backend)
+    assert feed.written == 3.0
+    assert (word_of(threads, TICKET), word_of(threads, BUSY)) == (ticket, 1)
+    set_word(threads, BUSY, 0)
 
 
 def test_a_backend_that_goes_waits_for_what_its_last_step_left(threads: Threads) -> None:
