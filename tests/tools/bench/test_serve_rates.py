@@ -255,7 +255,9 @@ def test_a_server_that_refuses_everything_is_an_error(fake: FakeServer, status: 
         facts(fake)
 
 
-@pytest.mark.parametrize("url", ["", "https://x", "ftp://x", "http://", "http://x:99999", "http://x/some/path"])
+@pytest.mark.parametrize(
+    "url", ["", "https://x", "ftp://x", "http://", "http://x:99999", "http://x/some/path", "http://[::1"]
+)
 def test_addresses_that_cannot_be_measured_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         base_url(url)
