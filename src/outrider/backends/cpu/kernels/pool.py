@@ -38,13 +38,13 @@ from outrider.backends.cpu.kernels.vector import FLOAT32, LANES, load_part, stor
 # Words of the pool, a cache line apart.
 TICKET, JOB, LIMIT, DONE, ASLEEP, WAITING, BUSY, STOP, THREADS = (64 * number for number in range(9))
 """Byte offsets in the pool of: the number of the job (high half) and its next chunk (low half); the address of the job;
-its number of chunks; how many of them are done; how many threads sleep; whether the caller sleeps; who uses the pool;
+its number of chunks; how many of them are done; how many threads sleep; whether the caller sleeps; the user of the pool;
 whether threads must end; the number of threads, the caller included."""
 POOL_BYTES = 64 * 9
 
 _CLOSED = 0x7FFFFFFF
 _FREE, _CALLER, _LEFT = range(3)
-"""Who uses the pool: nobody, a caller that waits for its jobs, or, from _LEFT on, a job that was left to the threads:
+"""Users of the pool: none, a caller that waits for its jobs, or, from _LEFT on, a job that was left to the threads;
 then the number of that job is added."""
 _SPINS = 1500  # calls of `pause`, some 40 ns each
 
@@ -214,8 +214,8 @@ ALONE = Kernel(_play_alone, FLOAT32)
 
 @njit(**OPTIONS)
 def _take_pool(pool):
-    """Takes the pool for the caller's jobs, unless it has no other threads, somebody uses it, or what was left to the
-    threads still goes on."""
+    """Takes the pool for the caller's jobs, unless it has no other threads, another caller uses it, or what was left
+    to the threads still goes on."""
     if atomic_load(pool + THREADS) <= 1:
         return False
     user = atomic_load(pool + BUSY)
