@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.events.config import KVEventsConfig
 from outrider.kv.checked import checked_fields, whole_number
 from outrider.kv.retention import Retention
 from outrider.models.resolve import DEFAULT_MODEL
@@ -204,6 +205,64 @@ def _without_vllms_fields(given: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+@checked_fields()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVStoreConfig:
+    """Settings of a store that workers share behind their KV caches, with Mooncake's names."""
+
+    master_server_address: str
+    """HOST:PORT of Mooncake's master."""
+    local_hostname: str = "127.0.0.1"
+    """Address at which other workers and nodes reach this one; it must belong to a private network."""
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    """RDMA devices, where the protocol is rdma."""
+    global_segment_size: int = 0
+    """Bytes of this machine's memory that this worker lends to the store; they are lost when it ends."""
+    local_buffer_size: int = 64 << 20
+    replica_num: int = 1
+    """On how many nodes each page is kept."""
+    kv_retention: str | int = "dense"
+    """What the store keeps of models with sliding-window layers, of what the KV cache keeps."""
+    cluster_key: str | None = field(default=None, repr=False)
+    """The secret that all workers share: pages are sealed under it."""
+
+    def __post_init__(self) -> None:
+        name = "kv_store_config"
+        host, _, port = str(self.master_server_address).rpartition(":")
+        if not isinstance(self.master_server_address, str) or not host or not port.isdecimal():
+            raise ConfigError(
+                f"{name}: master_server_address must be HOST:PORT of Mooncake's master, got "
+                f"{self.master_server_address!r}"
+            )
+        for field_name in ("local_hostname", "metadata_server", "protocol"):
+            if not isinstance(getattr(self, field_name), str) or not getattr(self, field_name):
+                raise ConfigError(f"{name}: {field_name} must be text, got {getattr(self, field_name)!r}")
+        if not isinstance(self.device_name, str):
+            raise ConfigError(f"{name}: device_name must be text, got {self.device_name!r}")
+        for field_name, least in (("global_segment_size", 0), ("local_buffer_size", 1 << 20), ("replica_num", 1)):
+            whole_number(getattr(self, field_name), f"{name}: {field_name}", at_least=least)
+        Retention.of(self.kv_retention)
+        if self.cluster_key is not None and not isinstance(self.cluster_key, str):
+            raise ConfigError(f"{name}: cluster_key must be text")
+
+    @classmethod
+    def of(cls, given: KVStoreConfig | Mapping[str, Any] | None) -> KVStoreConfig | None:
+        """Returns the settings that a user gave as None, as a mapping, or as this class."""
+        if given is None or isinstance(given, KVStoreConfig):
+            return given
+        if not isinstance(given, Mapping):
+            # The value may hold the cluster key, so it is not repeated here.
+            raise ConfigError(
+                "kv_store_config must be a mapping such as {'master_server_address': '127.0.0.1:50051'}, got "
+                f"{type(given).__name__}"
+            )
+        if "master_server_address" not in given:
+            raise ConfigError("kv_store_config has no master_server_address; give HOST:PORT of Mooncake's master")
+        return cls(**{str(name): value for name, value in given.items()})
+
+
 def _number_within(value: object, name: str, low: float, high: float) -> None:
     """Refuse anything but a number in (low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
@@ -238,8 +297,17 @@ class EngineConfig:
     texts of the longest length need."""
     gpu_memory_utilization: float = 0.9
     speculative_config: SpeculativeConfig | None = None
+    kv_offloading_size: float | None = None
+    """Memory of the host, in GiB, behind the KV cache: pages are copied there as they are published, and copied back
+    when a prompt needs one that was evicted. None or 0 means that there is none."""
+    kv_offloading_retention: str | int = "dense"
+    """What that memory keeps of models with sliding-window layers, of what the KV cache keeps: see kv_retention."""
+    kv_store_config: KVStoreConfig | None = None
+    """A store behind the KV cache that several workers share; None for none."""
     kv_transfer_config: KVTransferConfig | None = None
     """How this engine hands KV to others, or takes it from them; None for an engine that does neither."""
+    kv_events_config: KVEventsConfig | None = None
+    """How routers are told what the prefix cache holds; None if they are not."""
     sanitizer: str = "off"
     sanitizer_level: str = "plan"
     """plan checks block tables and intervals; bytes also checksums published pages and verifies them on a hit."""
@@ -259,6 +327,21 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, at_least=1)
         Retention.of(self.kv_retention)
+        Retention.of(self.kv_offloading_retention)
+        if self.kv_offloading_size is not None and self.kv_offloading_size != 0:
+            _number_within(self.kv_offloading_size, "kv_offloading_size (GiB)", 0.0, float(1 << 20))
+        if self.kv_offloading_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps pages of the prefix cache, which enable_prefix_caching turns off; leave one "
+                "of them out"
+            )
+        if self.kv_store_config is not None and not isinstance(self.kv_store_config, KVStoreConfig):
+            raise ConfigError("kv_store_config must be a KVStoreConfig; use KVStoreConfig.of for a mapping")
+        if self.kv_store_config is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_store_config keeps pages of the prefix cache, which enable_prefix_caching turns off; leave one of "
+                "them out"
+            )
         _one_of(self.dtype, "dtype", DTYPES)
         _one_of(self.sanitizer, "sanitizer", SANITIZER_MODES)
         _one_of(self.sanitizer_level, "sanitizer_level", SANITIZER_LEVELS)
@@ -271,3 +354,14 @@ class EngineConfig:
             raise ConfigError("speculative_config must be a SpeculativeConfig; use SpeculativeConfig.of for a mapping")
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
             raise ConfigError("kv_transfer_config must be a KVTransferConfig; use KVTransferConfig.of for a mapping")
+        if self.kv_events_config is not None and not isinstance(self.kv_events_config, KVEventsConfig):
+            raise ConfigError("kv_events_config must be a KVEventsConfig; use KVEventsConfig.of for a mapping")
+        if self.kv_events_config is not None and self.kv_events_config.publishes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config: there are no events without a prefix cache; leave it out, or turn prefix caching on"
+            )
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """Memory of the host behind the KV cache; 0 if there is none."""
+        return int((self.kv_offloading_size or 0) * (1 << 30))

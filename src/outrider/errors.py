@@ -79,7 +79,7 @@ class TraceError(OutriderError):
 
 
 class InvariantViolation(OutriderError):
-    """The sanitizer saw a broken invariant. `invariant` is its name, I1 to I11."""
+    """The sanitizer saw a broken invariant. `invariant` is its name, I1 to I13."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(message)

@@ -5,6 +5,7 @@ A new backend is tested by one more line in `BACKENDS`.
 
 from __future__ import annotations
 
+import os
 import random as stdlib_random
 from dataclasses import fields, replace
 
@@ -37,10 +38,14 @@ from outrider.models.parameters import Linear, StoredMatrix
 from outrider.models.spec import Activation, ExpertsSpec
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/backends/cuda/test_triton.py runs it on the interpreter"
+)
 BACKENDS = [
     pytest.param(("cpu", "cpu", 1), id="cpu-1-thread"),
     pytest.param(("cpu", "cpu", 2), id="cpu-2-threads"),
     pytest.param(("cuda", "cuda", None), id="cuda", marks=NEEDS_GPU),
+    pytest.param(("cuda", "cpu", None), id="cuda-interpreted", marks=NEEDS_INTERPRETER),
 ]
 REFERENCE = ReferenceBackend()
 EPS = 1e-5

@@ -29,7 +29,9 @@ def add_all(engine: Engine) -> None:
 
 
 def leaves_something(engine: Engine, backend: CPUBackend) -> bool:
-    return any(each._begun is not None for each in (engine.runner.backend, backend) if isinstance(each, CPUBackend))
+    return any(
+        each.replays.begun is not None for each in (engine.runner.backend, backend) if isinstance(each, CPUBackend)
+    )
 
 
 def test_a_feed_runs_while_the_next_step_is_prepared_and_none_is_left_at_the_end(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.transfer",
         "zmq",
     ),
+    # So does the process that speaks to a store.
+    "outrider.transfer.tiers.store_child": ("mooncake", "outrider.transfer"),
     "outrider.transfer": (
         "msgspec",
         "outrider.errors",
@@ -47,6 +49,8 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
         "outrider.scheduler",
         "outrider.transfer",
     ),
+    "outrider.events.servable": ("outrider.errors", "outrider.kv"),
+    "outrider.events": ("msgspec", "outrider.errors", "outrider.events", "outrider.kv", "zmq"),
     "outrider.models.spec": ("outrider.errors", "outrider.kv.checked"),
     "outrider.models.recipes": (
         "outrider.errors",
@@ -65,6 +69,7 @@ ALLOWED_IMPORTS: Mapping[str, tuple[str, ...]] = {
     ),
     "outrider.tools.sim": (
         "outrider.errors",
+        "outrider.events.servable",
         "outrider.kv",
         "outrider.sanitizer",
         "outrider.scheduler",
@@ -136,6 +141,7 @@ PRIVATE_BACKENDS = ("outrider.backends.cpu", "outrider.backends.cuda")
 HEAVY = ("torch", "triton", "numpy", "typer", "rich")
 CORE = (
     "kv",
+    "events",
     "scheduler",
     "tools.sim",
     "transfer",
@@ -233,7 +239,8 @@ def packages_above(module: Module) -> tuple[str, ...]:
         return ()
     if module.under(["outrider.tools"]):
         return ("outrider.cli",)
-    if module.under(["outrider.api"]):
+    # A worker of a cluster is a program that uses the Python API.
+    if module.under(["outrider.api", "outrider.cluster"]):
         return ("outrider.cli", "outrider.tools")
     return ("outrider.api", "outrider.cli", "outrider.tools")
 

@@ -15,7 +15,7 @@ from outrider.transfer.lending import Lender
 from outrider.transfer.link import Event, Failed, GroupRead, Landed, Quiet, Received
 from outrider.transfer.messages import Message, decode, encode
 from outrider.transfer.offers import prompt_binding
-from outrider.transfer.records import FirstToken, Tiers, TransferLimits
+from outrider.transfer.records import FirstToken, TransferLimits
 from outrider.transfer.tickets import ClusterKey, Ticket
 
 KEY = ClusterKey("a key that only these tests know")
@@ -114,7 +114,6 @@ class ScriptedWorker:
         method: str = "chain_from_taps",
         weights: str = "llama",
         pages: int = 60,
-        tiers: Tiers | None = None,
         known_tiers: tuple[Any, ...] = (),
         limits: TransferLimits = LIMITS,
         **config: Any,
@@ -136,7 +135,7 @@ class ScriptedWorker:
         self.link = ScriptedLink(name)
         times: dict[str, Callable[[], float]] = {"clock": clock, "time_of_day": clock}
         self.lender = Lender(self.scheduler, engine=f"{name}.1", key=KEY, limits=limits, **times)
-        self.driver = TransferDriver(self.scheduler, self.link, self.lender, tiers=tiers, **times)
+        self.driver = TransferDriver(self.scheduler, self.link, self.lender, **times)
 
     def step(self) -> None:
         """Run one step as an engine does."""

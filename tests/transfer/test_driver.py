@@ -16,13 +16,12 @@ from outrider.kv import Interval
 from outrider.kv.ledger import Load
 from outrider.scheduler import LoadFailure, RequestSpec, Role, State
 from outrider.transfer.comparison import take_back_what_differs
-from outrider.transfer.link import Landed, Quiet, Received
+from outrider.transfer.link import Quiet, Received
 from outrider.transfer.messages import Confirm, Confirmed, Fetch, Hello, Offered, Refused, Release, Renew
 from outrider.transfer.offers import layout_digest, prompt_binding
 from outrider.transfer.peers import IDLE_PEER_S
 from outrider.transfer.quarantine import Quarantine
 from outrider.transfer.tickets import Ticket
-from outrider.transfer.tier_loads import TierLoads
 
 
 class Pair:
@@ -483,60 +482,6 @@ def test_a_peer_that_is_not_used_any_more_is_forgotten_and_met_again() -> None:
     pair.assert_empty()
 
 
-class SlowTier:
-    """A tier whose loads end when the test says so."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.ended: list[Landed] = []
-
-    def load(self, load: Load, page: int, sequence: str) -> int:
-        self.numbers.append(len(self.numbers))
-        return self.numbers[-1]
-
-    def poll(self) -> list[Any]:
-        ended, self.ended = self.ended, []
-        return ended
-
-
-class Loading:
-    """Loads from a slow tier for a request with pages of 8 tokens, and what the scheduler is told of them."""
-
-    def __init__(self) -> None:
-        self.tier = SlowTier()
-        self.arrived: list[tuple[str, Load]] = []
-        self.lost: list[str] = []
-        scheduler: Any = SimpleNamespace(
-            kv=SimpleNamespace(layout=SimpleNamespace(groups=[SimpleNamespace(page_tokens=8)])),
-            requests={"a": SimpleNamespace(kv=SimpleNamespace(groups=[SimpleNamespace(pages=[3, 4])]))},
-            load_arrived=lambda sequence, load: self.arrived.append((sequence, load)),
-            load_lost=self.lost.append,
-        )
-        self.loads = TierLoads(self.tier, scheduler, limit_s=20.0, clock=lambda: 0.0)
-
-
-def test_loads_of_a_tier_that_do_not_all_end_in_time_are_lost() -> None:
-    loading = Loading()
-    for start in (0, 8):
-        loading.loads.start("a", Load(0, Interval(start, start + 8), b"key"))
-    loading.tier.ended = [Landed(0)]
-    loading.loads.poll()
-    assert loading.loads.deadlines_s == [20.0]
-    loading.loads.give_up_overdue(19.0)
-    assert loading.lost == []
-    loading.loads.give_up_overdue(20.0)
-    assert loading.lost == ["a"]
-
-
-def test_a_request_that_was_given_up_loses_no_loads_later() -> None:
-    loading = Loading()
-    loading.loads.start("a", Load(0, Interval(0, 8), b"key"))
-    loading.loads.give_up("a")
-    assert loading.loads.deadlines_s == []
-    loading.loads.give_up_overdue(100.0)
-    assert loading.lost == []
-
-
 @pytest.mark.parametrize("first", ["read", "load"])
 def test_pages_wait_until_both_peers_and_tiers_have_stopped_writing_to_them(first: str) -> None:
     restored: list[Any] = []
@@ -552,23 +497,6 @@ def test_pages_wait_until_both_peers_and_tiers_have_stopped_writing_to_them(firs
     quarantine.give_back()
     assert restored == [[(0, [3, 4])]]
     assert len(quarantine) == 0
-
-
-def test_a_load_that_was_given_up_is_not_taken_for_a_later_one_of_the_same_page() -> None:
-    loading = Loading()
-    loads, tier, arrived = loading.loads, loading.tier, loading.arrived
-    load = Load(0, Interval(0, 8), b"key")
-    loads.start("a", load)
-    assert loads.give_up("a") == {0}
-    loads.start("a", load)
-    tier.ended = [Landed(0)]
-    assert loads.poll() == [0]
-    assert arrived == []
-    tier.ended = [Landed(1)]
-    assert loads.poll() == [1]
-    assert arrived == [("a", load)]
-    assert len(loads) == 0
-    assert loads.deadlines_s == []
 
 
 def test_an_idle_driver_has_no_deadline() -> None:

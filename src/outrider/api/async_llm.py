@@ -6,12 +6,13 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from outrider.api.llm import LLM, Message, Prompt, new_request_id
+from outrider.engine.engine import Engine
 from outrider.engine.outputs import RequestOutput
 from outrider.errors import RequestError
 from outrider.models.resolve import DEFAULT_MODEL
@@ -43,6 +44,11 @@ class AsyncLLM:
     async def __aexit__(self, *_error: object) -> None:
         await asyncio.to_thread(self.close)
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, which steps in a thread of its own: what it counts may be read, and nothing changed."""
+        return self._llm.engine
+
     def close(self) -> None:
         """End every request and stop the thread."""
         if self._thread.is_alive():
@@ -62,9 +68,12 @@ class AsyncLLM:
         num_speculative_tokens: int | None = None,
         hand_over: bool = False,
         ticket: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+        salt: str = "",
+        compute_prompt: bool = False,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; yields the result so far after each step that adds to it. Closing the iterator early
-        aborts the request. The options are those of `LLM.generate`."""
+        aborts the request. The options are those of `LLM.generate`; prompts with different salts share nothing in the
+        prefix cache, and with `compute_prompt` a decode worker computes a prompt that has no ticket."""
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"a request's id must be a string, got {type(request_id).__name__}")
         loop = asyncio.get_running_loop()
@@ -80,6 +89,8 @@ class AsyncLLM:
             "num_speculative_tokens": num_speculative_tokens,
             "hand_over": hand_over,
             "ticket": ticket,
+            "salt": salt,
+            "compute_prompt": compute_prompt,
         }
         if not self._order(lambda: self._start(name, prompt, params, deliver, options)):
             assert self._ended is not None

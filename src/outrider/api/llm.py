@@ -10,12 +10,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from outrider.config import EngineConfig, KVTransferConfig, SpeculativeConfig
+from outrider.config import EngineConfig, KVStoreConfig, KVTransferConfig, SpeculativeConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.engine.step_costs import know_costs
 from outrider.errors import RequestError
+from outrider.events.config import KVEventsConfig
 from outrider.models.resolve import DEFAULT_MODEL
 from outrider.sampling import SamplingParams
 
@@ -41,7 +42,9 @@ class LLM:
         model: str = DEFAULT_MODEL,
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        kv_store_config: KVStoreConfig | Mapping[str, Any] | None = None,
         kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
     ) -> None:
@@ -49,7 +52,9 @@ class LLM:
         config = EngineConfig(
             model=model,
             speculative_config=SpeculativeConfig.of(speculative_config),
+            kv_store_config=KVStoreConfig.of(kv_store_config),
             kv_transfer_config=KVTransferConfig.of(kv_transfer_config),
+            kv_events_config=KVEventsConfig.of(kv_events_config),
             **settings,
         )
         self.engine = build_engine(config, progress=progress)

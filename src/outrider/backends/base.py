@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,19 +53,47 @@ class Argmax(ABC):
     def probabilities(self) -> list[float]:
         """Returns the softmax probability of each row's largest logit."""
 
+    def first(self, rows: int) -> Argmax:
+        """Returns the argmax of the first rows."""
+        return FirstRows(self, rows)
+
+
+class FirstRows(Argmax):
+    """The first rows of another argmax."""
+
+    def __init__(self, whole: Argmax, rows: int) -> None:
+        self._whole = whole
+        self._rows = rows
+
+    def read(self) -> tuple[list[int], list[float]]:
+        token_ids, values = self._whole.read()
+        return token_ids[: self._rows], values[: self._rows]
+
+    def probabilities(self) -> list[float]:
+        return self._whole.probabilities()[: self._rows]
+
 
 class Pass(ABC, Generic[Options, Result]):
     """A forward pass that a backend may record and replay."""
 
     @abstractmethod
     def run(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> Result:
-        """Runs the pass. Its results may be overwritten by the next run of the same pass."""
+        """Runs the pass. Its results may be overwritten by the next run of the same pass. A backend that captures
+        passes for few numbers of rows adds rows at the end, to x, to the groups and thereby to the results, if the
+        options are `PaddedOptions`; without options there are no results."""
 
     def enqueue(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> None:
         """Schedules a pass without results to run before the next operation of the backend. One that is left at the end
         of a step may run while the engine prepares the next step, and has ended when that begins, or once `settle`
         returns. Neither `x` nor the tensors in `groups` may change until then."""
         self.run(x, groups, options)
+
+
+@runtime_checkable
+class PaddedOptions(Protocol):
+    """Options that know what they become when a batch gets more rows at its end."""
+
+    def padded(self, rows: int, padded_rows: int) -> Hashable: ...
 
 
 class EagerPass(Pass[Options, Result]):
@@ -184,7 +212,8 @@ class Backend(ABC):
         return nullcontext()
 
     def settle(self) -> None:
-        """Waits for the passes that began at the end of the last step. Whoever else reads pages calls it before."""
+        """Returns when the passes have ended that began at the end of the last step. Links and checksums, which read
+        pages without the backend, need it first."""
 
     # ---- batches and sampling ----------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from outrider import __version__
 from outrider.cli.bench import bench_app
 from outrider.cli.chat import CHAT_HELP, chat
+from outrider.cli.cluster import CLUSTER_HELP, cluster
 from outrider.cli.commands import install_command_classes
 from outrider.cli.doctor import DOCTOR_HELP, doctor
 from outrider.cli.generate import GENERATE_HELP, generate
@@ -22,6 +23,7 @@ from outrider.cli.proxy import PROXY_HELP, proxy
 from outrider.cli.serve import SERVE_HELP, serve
 from outrider.cli.sim import SIM_HELP, sim
 from outrider.cli.train import train_app
+from outrider.cli.worker import WORKER_HELP, worker
 from outrider.errors import OutputError, OutriderError
 
 # The status typer itself uses for a command that was called wrongly.
@@ -59,6 +61,8 @@ app.command("chat", help=CHAT_HELP)(chat)
 app.command("generate", help=GENERATE_HELP)(generate)
 app.command("serve", help=SERVE_HELP)(serve)
 app.command("proxy", help=PROXY_HELP)(proxy)
+app.command("cluster", help=CLUSTER_HELP)(cluster)
+app.command("worker", help=WORKER_HELP)(worker)
 app.command("doctor", help=DOCTOR_HELP)(doctor)
 app.command("sim", help=SIM_HELP)(sim)
 app.add_typer(bench_app, name="bench")

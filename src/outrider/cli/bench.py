@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.bench_acceptance import ACCEPTANCE_HELP, bench_acceptance
+from outrider.cli.bench_cluster import CLUSTER_BENCH_HELP, bench_cluster
 from outrider.cli.bench_decode import DECODE_HELP, bench_decode
 from outrider.cli.bench_prefix import PREFIX_HELP, bench_prefix
 from outrider.cli.bench_serve import SERVE_BENCH_HELP, bench_serve
+from outrider.cli.bench_tiers import STORE_HELP, TIERS_HELP, bench_store, bench_tiers
 from outrider.cli.bench_transfer import TRANSFER_HELP, bench_transfer
 from outrider.cli.engine_options import AsJson
 from outrider.cli.terminal import note, progress_bar
@@ -44,7 +46,10 @@ bench_app = typer.Typer(
 bench_app.command("decode", help=DECODE_HELP)(bench_decode)
 bench_app.command("acceptance", help=ACCEPTANCE_HELP)(bench_acceptance)
 bench_app.command("prefix", help=PREFIX_HELP)(bench_prefix)
+bench_app.command("tiers", help=TIERS_HELP)(bench_tiers)
+bench_app.command("store", help=STORE_HELP)(bench_store)
 bench_app.command("serve", help=SERVE_BENCH_HELP)(bench_serve)
+bench_app.command("cluster", help=CLUSTER_BENCH_HELP)(bench_cluster)
 bench_app.command("transfer", help=TRANSFER_HELP)(bench_transfer)
 
 

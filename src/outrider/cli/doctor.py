@@ -44,6 +44,7 @@ check_option = panel("Lossless check")
 drafter_option = panel("Drafter")
 memory_option = panel("Memory")
 peer_option = panel("Prefill workers")
+store_option = panel("Shared store")
 DOCTOR_HELP = (
     "Check the environment, the model, the drafter and the kernels.\n\n"
     "The engine is the one that [bold]outrider serve[/bold] would run with the same options: with the drafter that is "
@@ -61,6 +62,7 @@ DOCTOR_HELP = (
     "[bold]--memory[/bold] shows which layers share pages, which groups share an arena, and how many requests fit.\n\n"
     "[bold]--peer[/bold] asks a prefill worker whether its KV is of use to this engine: it compares weights, dtype, "
     "layout and drafter in a real handshake, finds out how KV would travel, and reads some.\n\n"
+    "[bold]--store[/bold] connects to a Mooncake Store, writes values, reads them back and removes them.\n\n"
     "Exit status: 0 if all is well or a drafter is merely weak, 1 if a check failed, 2 if the options are wrong."
     "\n\n"
     "[dim]Examples:[/dim]\n\n"
@@ -69,6 +71,7 @@ DOCTOR_HELP = (
     "  outrider doctor --drafter ./drafter\n\n"
     "  outrider doctor ./model --memory --drafter ./drafter --kv-retention tail\n\n"
     "  outrider doctor --peer http://10.0.0.7:8000 --cluster-key @key.txt\n\n"
+    "  outrider doctor --store --kv-store-config JSON --cluster-key @key.txt\n\n"
     "  outrider doctor --lossless --sanitizer raise --sanitizer-level bytes --json"
 )
 
@@ -154,6 +157,12 @@ def doctor(
             help=f"API key of the servers that --peer names. @FILE reads it; {API_KEY_VARIABLE} may hold it.",
         ),
     ] = None,
+    store: Annotated[
+        bool,
+        store_option(
+            "--store", help="Only ask the Mooncake Store of --kv-store-config whether workers here can use it."
+        ),
+    ] = False,
     no_speculation: NoSpeculation = False,
     as_json: AsJson = False,
     model: ModelOptions,
@@ -175,8 +184,13 @@ def doctor(
     else:
         asked = DrafterQuestion(speculative, method=method, drafter=drafter)
     is_default = given is not None and not named
-    if sum((memory, lossless, peers is not None)) > 1:
-        raise ConfigError("--memory, --lossless and --peer exclude each other; give one of them")
+    if sum((memory, lossless, peers is not None, store)) > 1:
+        raise ConfigError("--memory, --lossless, --peer and --store exclude each other; give one of them")
+    if store:
+        from outrider.cli.doctor_store import show_store
+
+        show_store(transfer, as_json=as_json)
+        return
     if peers is not None:
         from outrider.cli.doctor_peer import show_peers
 
@@ -185,7 +199,8 @@ def doctor(
         return
     if transfer != TransferOptions() or api_keys is not None:
         raise ConfigError(
-            "--kv-transfer-config, --cluster-key and --api-key are for --peer URL; give it, or leave them out"
+            "--kv-transfer-config, --cluster-key and --api-key are for --peer URL, and --kv-store-config is for "
+            "--store; give one of them, or leave the others out"
         )
     if memory:
         from outrider.cli.doctor_memory import show_memory

@@ -15,10 +15,12 @@ from outrider.config import (
     SANITIZER_LEVELS,
     SANITIZER_MODES,
     EngineConfig,
+    KVStoreConfig,
     KVTransferConfig,
     SpeculativeConfig,
 )
 from outrider.errors import ConfigError
+from outrider.events.config import KVEventsConfig
 from outrider.models.resolve import DEFAULT_MODEL, is_installed, packaged_drafter
 from outrider.speculative.registry import BUILT_IN
 
@@ -125,6 +127,16 @@ class EngineOptions:
             metavar="BYTES",
         ),
     ] = None
+    kv_offloading_size: Annotated[
+        float | None,
+        engine_option(
+            help="Memory of the host behind the KV cache, in GiB: what is evicted from the cache can be copied back.",
+            metavar="GIB",
+        ),
+    ] = None
+    kv_offloading_retention: Annotated[
+        str, engine_option(help="What that memory keeps, in the words of --kv-retention.", metavar="POLICY")
+    ] = str(_DEFAULTS.kv_offloading_retention)
     gpu_memory_utilization: Annotated[float, engine_option(help="Fraction of a GPU's memory to use.")] = (
         _DEFAULTS.gpu_memory_utilization
     )
@@ -177,9 +189,16 @@ def speculative_mapping(text: str | None) -> dict[str, Any] | None:
 
 
 def engine_config(
-    name: str, model: ModelOptions, engine: EngineOptions, *, transfer: KVTransferConfig | None = None
+    name: str,
+    model: ModelOptions,
+    engine: EngineOptions,
+    *,
+    transfer: KVTransferConfig | None = None,
+    store: KVStoreConfig | None = None,
+    events: KVEventsConfig | None = None,
 ) -> EngineConfig:
-    settings = model.settings() | engine.settings() | {"model": name, "kv_transfer_config": transfer}
+    settings = model.settings() | engine.settings()
+    settings |= {"model": name, "kv_transfer_config": transfer, "kv_store_config": store, "kv_events_config": events}
     return EngineConfig(**settings | {"speculative_config": SpeculativeConfig.of(settings["speculative_config"])})
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from outrider.cli.drafter_options import DRAFTS_COME_FROM, NoSpeculation, with_default_speculation
 from outrider.cli.engine_options import EngineOptions, ModelOptions, PositionalModel, chosen_model, engine_config
+from outrider.cli.event_options import EventOptions
 from outrider.cli.grouped import grouped
 from outrider.cli.serve_options import AccessOptions, LimitOptions, server_config
 from outrider.cli.terminal import errors, loading
@@ -40,12 +41,14 @@ def serve(
     no_speculation: NoSpeculation = False,
     engine: EngineOptions,
     transfer: TransferOptions,
+    events: EventOptions,
     limits: LimitOptions,
 ) -> None:
     name = chosen_model(positional, model)
     engine = with_default_speculation(engine, name, no_speculation=no_speculation)
-    built = engine_config(name, model, engine, transfer=transfer.config())
     config = server_config(access, limits)
+    published = events.config(served_model=next(iter(config.served_model_names), None))
+    built = engine_config(name, model, engine, transfer=transfer.config(), store=transfer.store(), events=published)
 
     from outrider.server.run import Announcements, serve
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,11 @@ from outrider.backends.registry import select_backend
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import kv_budget_bytes, longest_text, sized, unsized
+from outrider.engine.tiers import make_tiers
 from outrider.engine.transfers import EngineTransfers, check_transfer_config, load_failure_of, role_of
 from outrider.errors import ConfigError
+from outrider.events.publisher import ZmqEvents, default_topic
+from outrider.events.stream import KVEvents, Together
 from outrider.kv.footprint import NO_DRAFTER, KVFootprint, Proposing
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.manager import KVManager
@@ -70,8 +74,10 @@ def build_engine(
     model: LoadedModel | None = None,
     drafter: Drafter | None = None,
     progress: Progress | None = None,
+    events: Callable[[KVLayout], KVEvents] | None = None,
 ) -> Engine:
-    """Loads what `config` names. A model or a drafter that is loaded already may be passed instead."""
+    """Loads what `config` names. A model or a drafter that is loaded already may be passed instead. `events` makes what
+    is told about the prefix cache, beside the publisher that the settings ask for."""
     check_transfer_config(config.kv_transfer_config)
     device = resolve_device(config.device)
     backend = select_backend(config.backend, device=device, threads=config.num_threads, progress=progress)
@@ -155,7 +161,22 @@ def build_engine(
     sanitizer = None
     if config.sanitizer != "off":
         sanitizer = Sanitizer(layout, kv_config, mode=Mode(config.sanitizer))
-    manager = KVManager(layout, kv_config, observer=sanitizer)
+    runner = Runner(
+        decoder,
+        groups,
+        drafter,
+        layout,
+        kv_config,
+        kv_dtype=kv_dtype,
+        sanitizer=sanitizer,
+        least_confidence=least_confidence,
+        calibration=None if pacer is None else pacer.calibration,
+        lookup=lookup,
+    )
+    tiers = make_tiers(config, layout, runner.store)
+    told = _told_about_the_cache(config, layout, model.name, events)
+    listener = None if told is None else told.pages
+    manager = KVManager(layout, kv_config, observer=sanitizer, tiers=tiers, listener=listener)
     if sanitizer is not None:
         sanitizer.bind(manager)
     scheduler = Scheduler(
@@ -169,18 +190,6 @@ def build_engine(
         manager,
         pacer=pacer,
     )
-    runner = Runner(
-        decoder,
-        groups,
-        drafter,
-        layout,
-        kv_config,
-        kv_dtype=kv_dtype,
-        sanitizer=sanitizer,
-        least_confidence=least_confidence,
-        calibration=None if pacer is None else pacer.calibration,
-        lookup=lookup,
-    )
     if sanitizer is not None and config.sanitizer_level == "bytes":
         sanitizer.checksums = Checksums(runner.store.page_bytes)
     grammars = None
@@ -188,17 +197,38 @@ def build_engine(
         table = token_table(model.tokenizer, vocab_size=model.spec.vocab_size, eos_ids=model.eos_ids)
         grammars = Grammars(table, device=device)
     transfers = None
-    if config.kv_transfer_config is not None:
+    if config.kv_transfer_config is not None or tiers:
         compare_bytes = config.sanitizer != "off" and config.sanitizer_level == "bytes"
         transfers = EngineTransfers(
             config.kv_transfer_config,
             scheduler,
             runner.store,
             vocab_size=model.spec.vocab_size,
+            tiers=tiers,
             sanitizer=sanitizer,
             compare_bytes=compare_bytes,
         )
-    return Engine(config, model, scheduler, runner, sanitizer=sanitizer, k=k, grammars=grammars, transfers=transfers)
+    return Engine(
+        config,
+        model,
+        scheduler,
+        runner,
+        sanitizer=sanitizer,
+        k=k,
+        grammars=grammars,
+        transfers=transfers,
+        events=told,
+    )
+
+
+def _told_about_the_cache(
+    config: EngineConfig, layout: KVLayout, model: str, events: Callable[[KVLayout], KVEvents] | None
+) -> KVEvents | None:
+    members: list[KVEvents] = [] if events is None else [events(layout)]
+    published = config.kv_events_config
+    if published is not None and published.publishes:
+        members.append(ZmqEvents(layout, published, topic=published.topic or default_topic(model)))
+    return Together(members) if members else None
 
 
 def _lookup(speculation: SpeculativeConfig, drafter: Drafter) -> Lookup | None:

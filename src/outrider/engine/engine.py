@@ -30,6 +30,7 @@ from outrider.engine.outputs import (
 from outrider.engine.request import LiveRequest, checked_prompt
 from outrider.engine.transfers import EngineTransfers, settings_digest
 from outrider.errors import BusyError, RequestError
+from outrider.events.stream import KVEvents
 from outrider.grammar import Grammar
 from outrider.kv.checked import whole_number
 from outrider.models.load import LoadedModel
@@ -43,6 +44,7 @@ from outrider.scheduler.pacing.costs import StepTimes
 from outrider.scheduler.plan import StepPlan
 from outrider.structured.grammars import Grammars
 from outrider.structured.matcher import Matcher
+from outrider.transfer.cache_tier import TierCounters
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -78,6 +80,7 @@ class Engine:
         k: int = 0,
         grammars: Grammars | None = None,
         transfers: EngineTransfers | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """`engine.build.build_engine` puts an engine together."""
         self.config = config
@@ -91,7 +94,10 @@ class Engine:
         self.grammars = grammars
         """None if the engine cannot keep to grammars: it then refuses requests that bring one."""
         self.transfers = transfers
-        """None if the engine neither hands KV over nor takes it from others."""
+        """None if KV lies on the device only: no other worker and no tier holds any."""
+        self._asks_tiers = transfers is not None and transfers.asks_tiers
+        self.events = events
+        """None if routers are not told what the prefix cache holds."""
         self.lock = Lock()
         """Held by the call that is inside the engine: see `exclusive`."""
         self._to_abort: deque[str] = deque()
@@ -106,6 +112,11 @@ class Engine:
     @property
     def supports_grammars(self) -> bool:
         return self.grammars is not None
+
+    @property
+    def exchanges_kv(self) -> bool:
+        """Whether this engine hands KV over to other workers, or takes it from them."""
+        return self.transfers is not None and self.transfers.exchanges_kv
 
     @property
     def max_model_len(self) -> int:
@@ -140,6 +151,11 @@ class Engine:
         """Give back KV that is not held for other workers any more, while there are no requests."""
         if self.transfers is not None and not self._live.requests:
             self.transfers.advance()
+            self._publish_events()
+
+    def tier_counters(self) -> dict[str, TierCounters]:
+        """Returns what each tier behind the device has done, the nearest first."""
+        return {} if self.transfers is None else {tier.name: tier.counters for tier in self.transfers.tiers}
 
     def transfer_counters(self) -> TransferCounters:
         if self.transfers is None:
@@ -156,6 +172,12 @@ class Engine:
         """End the engine's connections to other workers. Nothing is written to its memory after this returns."""
         if self.transfers is not None:
             self.transfers.close()
+        if self.events is not None:
+            self.events.close()
+
+    def _publish_events(self) -> None:
+        if self.events is not None:
+            self.events.flush()
 
     @property
     def live_requests(self) -> list[LiveRequest]:
@@ -199,7 +221,7 @@ class Engine:
                 f"request {request_id!r}: settings must be SamplingParams, got {type(params).__name__}; "
                 "write SamplingParams(temperature=0, max_tokens=32)"
             )
-        if self.transfers is None and (hand_over or ticket is not None):
+        if not self.exchanges_kv and (hand_over or ticket is not None):
             raise RequestError(
                 f"request {request_id!r}: this engine neither hands KV over nor takes it; give it a kv_transfer_config"
             )
@@ -266,6 +288,7 @@ class Engine:
             use_cache=params.prompt_logprobs is None,
             hand_over=hand_over,
             awaits_peer=opened is not None and not declines,
+            awaits_tiers=self._asks_tiers and ticket is None and params.prompt_logprobs is None,
             compute_prompt=compute_prompt,
         )
         try:
@@ -282,6 +305,7 @@ class Engine:
                 self.transfers.fetch(sequence_id, opened, tokens, salt, takes_token=live.takes_first_token)
             elif self.transfers is not None and ticket is None:
                 self.transfers.note_plain_prompt(had_no_room=compute_prompt)
+                self.transfers.enter(continuations[0].sequence_id)
         except BaseException:
             # Either all parts know the request, or none does.
             self._live.drop_all(live)
@@ -362,12 +386,16 @@ class Engine:
         if live is not None:
             self._live.end_all(live, "abort")
             self._live.close(live)
+            self._publish_events()
 
     @exclusive
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; requests that run keep what they hold."""
+        """Empty the prefix cache and the host's memory behind it; requests that run keep what they hold."""
         self.scheduler.kv.reset_cache()
+        if self.transfers is not None:
+            self.transfers.driver.offloading.clear()
         self.runner.drafting.forget_finished()
+        self._publish_events()
 
     def clear_counts(self) -> None:
         """Counts from zero: the requests so far were not a user's."""
@@ -377,6 +405,8 @@ class Engine:
             self.runner.drafting.lookup.clear_counts()
         if self.transfers is not None:
             self.transfers.recomputed_prompts = 0
+            for tier in self.transfers.tiers:
+                tier.counters = TierCounters()
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -397,6 +427,8 @@ class Engine:
                 self._idle = not (plan.scheduled or plan.kv.copies or changed)
             result = self.runner.run(plan)
             updates = self.scheduler.commit(plan, result.verdict)
+            if self.transfers is not None:
+                self.transfers.store()
             self._delivery.note_transfers()
             changed |= self._delivery.hand_out(plan, result, updates, planned_s)
             if self.pacer is not None and result.work is not None:
@@ -408,6 +440,8 @@ class Engine:
         except BaseException as error:
             self._abandon(plan, error)
             raise
+        finally:
+            self._publish_events()
 
     def _settle_if_idle(self) -> None:
         """Without another step to come, nothing else ends what the last one has begun, and frees its threads."""

@@ -23,13 +23,16 @@ from outrider.runner.page_store import PageStore
 from outrider.sampling import SamplingParams
 from outrider.sanitizer import Sanitizer
 from outrider.sanitizer.shadow import DURABLE
+from outrider.sanitizer.tiers import TierWatch
 from outrider.scheduler import LoadFailure, Role, Scheduler
+from outrider.transfer.cache_tier import CacheTier
 from outrider.transfer.desk import Desk
 from outrider.transfer.driver import TransferDriver
 from outrider.transfer.hand_offs import Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Link
 from outrider.transfer.links.memory import MemoryMap
+from outrider.transfer.links.none import NoLink
 from outrider.transfer.messages import PROTOCOL
 from outrider.transfer.offers import OfferedGroup, layout_digest, prompt_binding
 from outrider.transfer.records import RENEWALS_PER_LEASE, Fetched, FirstToken, TransferLimits
@@ -84,18 +87,22 @@ class WorkerFacts:
 class EngineTransfers:
     def __init__(
         self,
-        config: KVTransferConfig,
+        config: KVTransferConfig | None,
         scheduler: Scheduler,
         store: PageStore,
         *,
         vocab_size: int,
+        tiers: list[CacheTier],
         sanitizer: Sanitizer | None = None,
         compare_bytes: bool = False,
     ) -> None:
+        """`config`: None for an engine without peers, which has tiers behind its device only."""
         check_transfer_config(config)
-        assert config.cluster_key is not None
-        self.config = config
+        self.exchanges_kv = config is not None
+        """Whether this engine hands KV over to other workers, or takes it from them."""
         self.engine = secrets.token_hex(8)
+        self.config = config = config or KVTransferConfig(cluster_key=secrets.token_hex(32))
+        assert config.cluster_key is not None
         self._key = ClusterKey(config.cluster_key)
         self._store = store
         self._scheduler = scheduler
@@ -119,15 +126,21 @@ class EngineTransfers:
             digest_slots=self._digest_held,
             on_ended=self.wake,
         )
-        self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
+        self.link: Link = NoLink()
+        if self.exchanges_kv:
+            self.link = make_link(config, store.memory_map(), lender.desk, self._key, engine=self.engine)
         checks = None if sanitizer is None else SlotChecks(sanitizer, scheduler, store, compare_bytes)
+        self.tiers = tiers
+        tier_checks = None if sanitizer is None or not tiers else TierWatch(sanitizer, scheduler.kv, tiers)
         self.driver = TransferDriver(
             scheduler,
             self.link,
             lender,
             clock=time.monotonic,
             time_of_day=time.time,
+            tiers=tiers,
             checks=checks,
+            tier_checks=tier_checks,
             vocab_size=vocab_size,
         )
         self.recomputed_prompts = 0
@@ -173,7 +186,7 @@ class EngineTransfers:
     def note_plain_prompt(self, *, had_no_room: bool) -> None:
         """Count a prompt without a ticket, if a prefill worker was to compute it: that worker had no room to hold the
         KV, or this one leaves prompts to others."""
-        self.recomputed_prompts += had_no_room or not self.config.hands_over
+        self.recomputed_prompts += self.exchanges_kv and (had_no_room or not self.config.hands_over)
 
     def decline(self, ticket: Ticket, tokens: Sequence[int], salt: str) -> None:
         """Let a prefill worker know that its KV is not needed."""
@@ -197,6 +210,21 @@ class EngineTransfers:
     def start_loads(self) -> None:
         self.driver.start_loads()
 
+    @property
+    def asks_tiers(self) -> bool:
+        """Whether a prompt is looked up in a tier that has to be asked."""
+        return self.driver.offloading.asks
+
+    def enter(self, sequence: str) -> None:
+        """Look up a new request's prompt in the tiers."""
+        if self.tiers:
+            self.driver.offloading.enter(sequence)
+
+    def store(self) -> None:
+        """Have the tiers take over what the last step has added to the prefix cache."""
+        if self.tiers:
+            self.driver.offloading.store()
+
     def take_settled(self) -> list[Settled]:
         settled = self.driver.take_settled()
         for hand_off in settled:
@@ -218,7 +246,8 @@ class EngineTransfers:
     @property
     def files(self) -> tuple[int, ...]:
         """Descriptors that are readable when `advance` has something to do."""
-        return (self.link.fileno(), self._wake)
+        ends = (self.link.fileno(), *(tier.tier.fileno() for tier in self.tiers))
+        return (*(end for end in ends if end >= 0), self._wake)
 
     @property
     def limit_s(self) -> float | None:

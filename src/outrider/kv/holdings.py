@@ -307,6 +307,8 @@ class Holdings:
             refs[arena_index][page] += 1
         for copy in self._copies:
             refs[self.layout.arena_of[copy.group]][copy.source] += 1
+        for (arena_index, page), count in self.pool.pins.items():
+            refs[arena_index][page] += count
         for counted in refs:
             counted[NULL_PAGE] = 1
         return refs

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from outrider.kv.intervals import Interval
 from outrider.kv.pages import NULL_PAGE
-from outrider.kv.prefix import Chain
+from outrider.kv.prefix import Chain, Tier
 from outrider.kv.retention import Marks
 
 
@@ -114,6 +114,7 @@ class SequenceKV:
         "draft_headroom",
         "draft_room",
         "drafting",
+        "found",
         "groups",
         "headrooms",
         "hit",
@@ -137,6 +138,8 @@ class SequenceKV:
         self.tokens = tokens
         """Tokens of the sequence, which the scheduler appends to; those up to and including `committed` are known."""
         self.chain = chain
+        self.found: Tier | None = None
+        """What tiers that have to be asked said that they hold of this sequence's prompt."""
         self.skip_tiers = False
         """Whether a load from a tier has failed; the sequence then takes only what the device holds."""
         self.target_headroom = 0

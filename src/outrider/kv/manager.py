@@ -30,7 +30,7 @@ from outrider.kv.intervals import Interval
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import GroupPages, Load, LoadState, SequenceKV
 from outrider.kv.loading import first_failure, loaded_parts, longest_held, run_start
-from outrider.kv.observer import Hit, KVObserver
+from outrider.kv.observer import Hit, IndexListener, KVObserver
 from outrider.kv.plan import KVPlan
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import Chain, KnownRuns, Media, Tier
@@ -57,11 +57,12 @@ class KVManager:
         *,
         observer: KVObserver | None = None,
         tiers: Sequence[Tier] = (),
+        listener: IndexListener | None = None,
     ) -> None:
         self.layout = layout
         self.config = config
         self.tiers = tiers
-        self.pool = PagePool(layout, config.arena_pages, observer)
+        self.pool = PagePool(layout, config.arena_pages, observer, listener)
         self.holdings = Holdings(layout, self.pool, observer)
         self.sequences: dict[str, SequenceKV] = {}
         self.dropped_drafts = 0
@@ -69,7 +70,7 @@ class KVManager:
         self.queried_tokens = 0
         self._observer = observer
         self.mask = RetentionMask(layout, config.retention if config.prefix_caching else DENSE)
-        self.progress = Progress(layout, config, self.mask, self.holdings, observer)
+        self.progress = Progress(layout, config, self.mask, self.holdings, observer, notes_new_pages=bool(tiers))
         self._sizing = Sizing(layout, config)
         self._footprint = layout.footprint
         self._durable_lead, self._drafter_limit = self._footprint.durable_lead, self._footprint.max_len or NEVER
@@ -122,6 +123,8 @@ class KVManager:
         layout, chain, tokens = self.layout, sequence.chain, sequence.tokens
         chain.extend(tokens, len(tokens))
         tiers = () if sequence.skip_tiers else self.tiers
+        if tiers and sequence.found is not None:
+            tiers = (*tiers, sequence.found)
         views = [
             GroupView(g, layout.groups[g], layout.reach[g], self.pool.indexes[g], chain, tokens, tiers)
             for g in range(len(layout.groups) if draft else layout.num_target)

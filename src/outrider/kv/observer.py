@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.kv.intervals import Interval
 
@@ -84,3 +84,29 @@ class KVObserver:
 
     def started_over(self) -> None:
         """A move was interrupted half-way: all pages are free again, except quarantined ones."""
+
+
+class PublishedPage(NamedTuple):
+    """A page that enters the prefix index."""
+
+    key: bytes
+    bases: Sequence[bytes]
+    """The bases of the chain from the page's start to its end, both included: one more than the page has blocks."""
+    start: int
+    """Position of the page's first token."""
+    content: bytes
+    """The page's tokens; empty if it holds media."""
+
+
+class IndexListener(Protocol):
+    """What is told which pages of the target can be found in the prefix index. It is called in the middle of moves, so
+    it only takes notes."""
+
+    def entered(self, group: int, namespace: tuple[str, str], pages: Sequence[PublishedPage]) -> None:
+        """Pages of one sequence, whose (adapter, salt) is the namespace, are found from now on."""
+
+    def left(self, group: int, keys: Sequence[bytes]) -> None:
+        """The pages under these keys are not found any more."""
+
+    def cleared(self) -> None:
+        """Nothing is found any more."""

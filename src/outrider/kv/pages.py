@@ -16,7 +16,7 @@ the pool defers the release, and the page is pending.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from outrider.errors import OutOfPages
 
@@ -162,13 +162,17 @@ class PageArena:
         self._dead.clear()
         self.num_cached = 0
 
-    def start_over(self) -> None:
-        """Make every page free that is not quarantined, whatever its state was."""
+    def start_over(self, pinned: Mapping[int, int]) -> None:
+        """Make every page free that is neither quarantined nor pinned, whatever its state was. `pinned`: number of
+        references that pages keep."""
         self.refs[:] = [0] * self.num_pages
         self.refs[NULL_PAGE] = 1
+        for page, count in pinned.items():
+            self.refs[page] = count
         self.published[:] = bytes(self.num_pages)
         self.num_cached = 0
-        self._free[:] = [page for page in range(self.num_pages - 1, NULL_PAGE, -1) if page not in self.quarantined]
+        taken = self.quarantined.union(pinned)
+        self._free[:] = [page for page in range(self.num_pages - 1, NULL_PAGE, -1) if page not in taken]
         self._lru.clear()
         self._dead.clear()
 

@@ -6,12 +6,12 @@ release ──no step in flight──▶ PageArena.release
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from outrider.errors import ConfigError, OutOfPages
 from outrider.kv.layout import KVLayout
-from outrider.kv.observer import KVObserver
+from outrider.kv.observer import IndexListener, KVObserver
 from outrider.kv.pages import PageArena
 from outrider.kv.prefix import GroupIndex, PageRecords
 
@@ -19,7 +19,13 @@ from outrider.kv.prefix import GroupIndex, PageRecords
 class PagePool:
     """All pages of a worker, by group: a caller never has to know which arena a group lives in."""
 
-    def __init__(self, layout: KVLayout, arena_pages: Sequence[int], observer: KVObserver | None) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena_pages: Sequence[int],
+        observer: KVObserver | None,
+        listener: IndexListener | None = None,
+    ) -> None:
         if len(arena_pages) != len(layout.arena_page_bytes):
             raise ConfigError(
                 f"the layout has {len(layout.arena_page_bytes)} arena(s) (page bytes {layout.arena_page_bytes}), "
@@ -30,6 +36,8 @@ class PagePool:
         records = [PageRecords(pages) for pages in arena_pages]
         self.indexes = [GroupIndex(records[arena]) for arena in layout.arena_of]
         self._observer = observer
+        self.listener = listener
+        self._records = records
         self._arena_of = layout.arena_of
         self._groups_of: list[list[int]] = [[] for _ in arena_pages]
         for group, arena in enumerate(layout.arena_of):
@@ -38,6 +46,8 @@ class PagePool:
         self.last_completed = -1
         self._pending: deque[tuple[int, int, list[int]]] = deque()
         """(step, arena, pages) that were released while the step, which may still touch them, was in flight."""
+        self.pins: Counter[tuple[int, int]] = Counter()
+        """References of tiers that are copying pages, by (arena, page)."""
 
     def arena(self, group: int) -> PageArena:
         return self.arenas[self._arena_of[group]]
@@ -83,6 +93,22 @@ class PagePool:
             self._observer.source_let_go(self._arena_of[group], page)
         self.release(group, [page])
 
+    def is_published(self, group: int, page: int, key: bytes) -> bool:
+        """Whether the index names this page under this key."""
+        return self.indexes[group].pages.get(key) == page
+
+    def pin(self, group: int, page: int) -> None:
+        """Hold a published page, so that nothing is written to it while a tier copies it."""
+        self.retain_source(group, page)
+        self.pins[self._arena_of[group], page] += 1
+
+    def unpin(self, group: int, page: int) -> None:
+        pinned = self._arena_of[group], page
+        self.pins[pinned] -= 1
+        if not self.pins[pinned]:
+            del self.pins[pinned]
+        self.release_source(group, page)
+
     def release(self, group: int, pages: list[int]) -> None:
         """Release pages, the first of which are evicted first; a step in flight delays this until it completes."""
         if not pages:
@@ -118,6 +144,8 @@ class PagePool:
         published, groups = self.arenas[index].published, self._groups_of[index]
         for group in groups:
             mine = pages if len(groups) == 1 else [page for page in pages if published[page] == group + 1]
+            if self.listener is not None and mine and group < self.layout.num_target:
+                self.listener.left(group, list(map(self._records[index].keys.__getitem__, mine)))
             self.indexes[group].remove(mine)
         for page in pages:
             published[page] = 0
@@ -130,8 +158,7 @@ class PagePool:
         for arena in self.arenas:
             arena.forget_cached()
             arena.published[:] = bytes(arena.num_pages)
-        for group_index in self.indexes:
-            group_index.clear()
+        self._clear_indexes()
         if self._observer:
             self._observer.cache_reset()
 
@@ -160,15 +187,21 @@ class PagePool:
             self._release_now(index, pages)
 
     def start_over(self) -> None:
-        """Make every page free, after a move that was interrupted half-way; no step is in flight any more."""
+        """Make every page free, after a move that was interrupted half-way; no step is in flight any more. Only pages
+        that a tier is copying stay held."""
         self.last_completed = self._last_planned
         self._pending.clear()
         for arena in self.arenas:
-            arena.start_over()
-        for group_index in self.indexes:
-            group_index.clear()
+            arena.start_over({page: count for (index, page), count in self.pins.items() if index == arena.index})
+        self._clear_indexes()
         if self._observer:
             self._observer.started_over()
+
+    def _clear_indexes(self) -> None:
+        for group_index in self.indexes:
+            group_index.clear()
+        if self.listener is not None:
+            self.listener.cleared()
 
     def pending(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for each reference that waits for a step to complete."""

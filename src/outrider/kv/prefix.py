@@ -246,7 +246,8 @@ class Chain:
 class Tier(Protocol):
     """A place besides the device where pages may be cached."""
 
-    def contains(self, group: int, key: bytes) -> bool: ...
+    def contains(self, group: int, key: bytes) -> bool:
+        """Whether the page can be loaded from there. Called by the hit search, so it must not wait for anything."""
 
 
 PageEntry = tuple[int, bytes, bytes, bytes]

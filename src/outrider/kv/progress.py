@@ -10,7 +10,7 @@ from outrider.kv.holdings import NEVER, Holdings
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import SequenceKV
 from outrider.kv.observer import KVObserver
-from outrider.kv.publication import GroupPublisher
+from outrider.kv.publication import GroupPublisher, NewPage
 from outrider.kv.retention import RetentionMask
 
 
@@ -22,7 +22,10 @@ class Progress:
         mask: RetentionMask,
         holdings: Holdings,
         observer: KVObserver | None,
+        *,
+        notes_new_pages: bool = False,
     ) -> None:
+        """`notes_new_pages`: whether there are tiers behind the device, which take pages over."""
         self.layout = layout
         self.mask = mask
         self.holdings = holdings
@@ -31,8 +34,17 @@ class Progress:
         self._footprint = layout.footprint
         self._observer = observer
         self._publishers = [GroupPublisher(g, layout, mask, holdings.pool, observer) for g in range(len(layout.groups))]
+        self._new_pages: list[NewPage] = []
+        for publisher in self._publishers if notes_new_pages else ():
+            publisher.new_pages = self._new_pages
         self._slides = any(spec.kind.slides for spec in layout.groups)
         """Whether some group frees pages before its sequence ends."""
+
+    def take_new_pages(self) -> list[NewPage]:
+        """Returns the pages that entered the index since the last call; they may have left it again."""
+        taken = self._new_pages[:]
+        self._new_pages.clear()
+        return taken
 
     def durable_end(self, sequence: SequenceKV, group: int) -> int:
         return sequence.committed if group < self.layout.num_target else sequence.draft_end

@@ -11,14 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 from struct import unpack
+from typing import NamedTuple
 
 from outrider.kv.layout import KVLayout
 from outrider.kv.ledger import SequenceKV
-from outrider.kv.observer import KVObserver
+from outrider.kv.observer import KVObserver, PublishedPage
 from outrider.kv.pages import NULL_PAGE
 from outrider.kv.pool import PagePool
 from outrider.kv.prefix import TOKEN_BYTES
-from outrider.kv.retention import RetentionMask
+from outrider.kv.retention import Marks, RetentionMask
+
+
+class NewPage(NamedTuple):
+    """A page that has just entered the index, and that tiers behind the device may take over."""
+
+    group: int
+    page_number: int
+    page: int
+    key: bytes
+    parent: bytes
+    """The base of the chain where the page starts."""
+    marks: Marks
+    sequence: str
 
 
 class GroupPublisher:
@@ -36,6 +50,9 @@ class GroupPublisher:
         self._keeps_all = mask.keeps_all[group]
         self._index = pool.indexes[group]
         self._published = pool.arena(group).published
+        self.new_pages: list[NewPage] | None = None
+        """Where pages are noted for the tiers behind the device; None if there are no tiers."""
+        self._listener = pool.listener if group < layout.num_target else None
 
     def publish(self, sequence: SequenceKV, first: int, stop: int) -> None:
         """Publish the pages of [first, stop) that are worth keeping; all slots are durable and their reach is known."""
@@ -79,9 +96,14 @@ class GroupPublisher:
             for number, page, key in zip(numbers, pages, keys, strict=True):
                 self._observer.published(sequence, self._group, number, page, key)
         self._index.insert(zip(pages, keys, parents, contents, strict=True))
+        if self._listener is not None and keys:
+            self._tell(sequence, numbers, keys, contents)
         published, mark = self._published, self._group + 1
         for page in pages:
             published[page] = mark
+        if self.new_pages is not None:
+            for number, page, key, parent in zip(numbers, pages, keys, parents, strict=True):
+                self.new_pages.append(NewPage(self._group, number, page, key, parent, sequence.marks, sequence.id))
 
     def _publish_one(self, sequence: SequenceKV, number: int) -> None:
         """Publish one page of a sequence without media or observer, the common case of decoding."""
@@ -94,6 +116,22 @@ class GroupPublisher:
             content = sequence.tokens[start : start + size].tobytes()
             self._index.insert(((page, key, bases[number * step], content),))
             self._published[page] = self._group + 1
+            if self.new_pages is not None:
+                parent, marks = bases[number * step], sequence.marks
+                self.new_pages.append(NewPage(self._group, number, page, key, parent, marks, sequence.id))
+            if self._listener is not None:
+                self._tell(sequence, (number,), (key,), (content,))
+
+    def _tell(
+        self, sequence: SequenceKV, numbers: Sequence[int], keys: Sequence[bytes], contents: Sequence[bytes]
+    ) -> None:
+        assert self._listener is not None
+        bases, step = sequence.chain.bases, self._step
+        pages = [
+            PublishedPage(key, bases[number * step : (number + 1) * step + 1], number * self._size, content)
+            for number, key, content in zip(numbers, keys, contents, strict=True)
+        ]
+        self._listener.entered(self._group, sequence.namespace, pages)
 
     def _all_new(self, pages: list[int], keys: list[bytes]) -> bool:
         """Whether none of the pages is published under any key, the common case of prompts."""

@@ -30,6 +30,13 @@ class DecoderOutput(NamedTuple):
     argmax: Argmax | None
     """The argmax of these logits."""
 
+    def first(self, rows: int, scored: int) -> DecoderOutput:
+        """Returns the output without rows that a backend has added at the end."""
+        logits, argmax = self.logits, self.argmax
+        if logits is not None and logits.shape[0] > scored:
+            logits, argmax = logits[:scored], None if argmax is None else argmax.first(scored)
+        return DecoderOutput(self.hidden[:rows], self.taps[:rows], logits, argmax)
+
 
 class _Wanted(NamedTuple):
     """The results that a caller wants from a pass."""
@@ -39,6 +46,10 @@ class _Wanted(NamedTuple):
     """The rows [first, end) whose logits are wanted."""
     probabilities: bool
     """Whether the probabilities of the largest logits are wanted too."""
+
+    def padded(self, rows: int, padded_rows: int) -> _Wanted:
+        """Returns the same wishes for a batch with more rows at its end: if all rows are scored, then these too."""
+        return self._replace(scored=(0, padded_rows)) if self.scored == (0, rows) else self
 
 
 class Decoder:
@@ -125,6 +136,8 @@ class PagedDecoder:
         the rows [first, end) whose logits are wanted; scoring them in the same pass is faster than afterwards.
         `probabilities`: the probabilities of the largest logits are wanted too."""
         output = self._pass.run(batch.token_ids, batch.groups, _Wanted(taps, scored, probabilities))
+        if output.hidden.shape[0] > (rows := batch.token_ids.shape[0]):
+            output = output.first(rows, 0 if scored is None else scored[1] - scored[0])
         if self._decoder.spec.logit_softcap is None or output.logits is None:
             return output
         # Capping can make logits equal, and then another token may be the first of the largest.

@@ -88,9 +88,14 @@ class PageStore:
             hasher.update(slots.view(torch.uint8).numpy().tobytes())
         return hasher.digest()
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether this process can address the pages."""
+        return all(arena.device.type == "cpu" for arena in self._arenas)
+
     def memory_map(self) -> MemoryMap:
-        """Returns where the pages lie in this process, for a link that copies them."""
-        if any(arena.device.type != "cpu" for arena in self._arenas):
+        """Returns where the pages lie in this process, for a link or a tier that copies them."""
+        if not self.is_in_host_memory:
             raise ConfigError(
                 "kv_transfer_config: KV in a GPU's memory cannot be handed over yet; use --device cpu, or leave "
                 "kv_transfer_config out"

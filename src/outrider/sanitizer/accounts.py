@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outrider.kv.intervals import page_count
 from outrider.kv.layout import KVConfig, KVLayout
@@ -86,11 +86,16 @@ class PageAccounts:
             shadow = self.pages[arena][page]
             shadow.quarantined, shadow.refs = False, 1
 
-    def start_over(self) -> None:
+    def start_over(self, pinned: Mapping[tuple[int, int], int]) -> None:
         for arena, shadows in enumerate(self.pages):
             for page, shadow in enumerate(shadows):
                 shadows[page] = PageShadow(self._slots[arena])
                 shadows[page].quarantined = shadow.quarantined
+                pins = pinned.get((arena, page), 0)
+                if pins:
+                    # A tier still copies what the page held; what it holds later is another page's matter.
+                    shadows[page].refs = shadows[page].sources = pins
+                    shadows[page].ids, shadows[page].states = shadow.ids, shadow.states
 
     def check_surplus(self, sequence: SequenceKV, *, k: int, rows_ahead: int, steps_ahead: int) -> None:
         """I5: after a commit a sequence keeps no page past what the steps to come may ask for.

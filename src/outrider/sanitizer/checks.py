@@ -32,8 +32,10 @@ class Sanitizer(KVObserver):
     def __init__(self, layout: KVLayout, config: KVConfig, *, mode: Mode = Mode.RAISE) -> None:
         self.layout = layout
         self.config = config
-        self.tier_holds: Callable[[int, int], bool] = lambda group, identity: False
-        """Whether another tier holds the page of a group whose last slot has this identity."""
+        self.tier_holds: Callable[[SequenceKV, int, int], bool] = lambda sequence, group, identity: False
+        """Whether a sequence may load the page of a group whose last slot has this identity from another tier."""
+        self._searching: SequenceKV | None = None
+        """The sequence whose hit is searched."""
         self.checksums: Checksums | None = None
         """Checksums of published pages, for level `bytes`; a runner with real memory sets them."""
         self._reporter = Reporter(layout, mode)
@@ -46,7 +48,7 @@ class Sanitizer(KVObserver):
         """Number of published device pages that hold a slot, by its identity, per group."""
         self._divisible: list[dict[int, int]] = [{} for _ in layout.groups]
         """Number of those pages of which a part may be taken, since they show no media."""
-        self._expected = ExpectedHits(layout, self._available, self._divisible, lambda g, i: self.tier_holds(g, i))
+        self._expected = ExpectedHits(layout, self._available, self._divisible, self._tier_holds)
         self._kept = ExpectedKept(layout, config.retention)
         self._end = ExpectedKept(layout, TAIL)
         self._ends: dict[str, tuple[int, ...]] = {}
@@ -164,7 +166,8 @@ class Sanitizer(KVObserver):
                 checked[group] = max(checked[group], len(state.pages) if sequence.loads else complete)
 
     def started_over(self) -> None:
-        self._accounts.start_over()
+        assert self._manager is not None
+        self._accounts.start_over(self._manager.pool.pins)
         for table in (
             *self._available,
             *self._divisible,
@@ -213,6 +216,7 @@ class Sanitizer(KVObserver):
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         """I9: the hit equals a slot-by-slot search over what is published."""
+        self._searching = sequence
         limit = len(sequence.tokens) - 1 if use_cache else 0
         expected = self._expected.search(
             self._hashes(sequence), limit, draft=may_draft, tiers=not sequence.skip_tiers, media=sequence.chain.media
@@ -223,6 +227,10 @@ class Sanitizer(KVObserver):
                 self._hashes(sequence), limit, tiers=not sequence.skip_tiers, media=sequence.chain.media
             )
             self._ends[sequence.id] = (len(sequence.tokens), shared)
+
+    def _tier_holds(self, group: int, identity: int) -> bool:
+        assert self._searching is not None
+        return self.tier_holds(self._searching, group, identity)
 
     def admitted(self, sequence: SequenceKV) -> None:
         """I9: compare the hits last, so that a page with wrong content is reported as such."""
@@ -308,6 +316,19 @@ class Sanitizer(KVObserver):
             if shadow.states[offset] != DURABLE or shadow.ids[offset] != wanted:
                 what = "a slot is taken over from a transfer that did not bring it"
                 self._fail_slot("I6", what, sequence.id, group, position, page)
+
+    def page_stored(self, group: int, page: int) -> None:
+        """I5, and I2 at level `bytes`: a page that a tier has copied was held meanwhile, and not written to."""
+        shadow = self._page(group, page)
+        if not shadow.sources:
+            self._fail("I5", "a tier copied a page that was not held for it", group=group, page=page)
+        self._check_bytes(group, page)
+
+    def page_identity(self, sequence: SequenceKV, group: int, page_number: int) -> int | None:
+        """Returns the identity of the last slot of a page of the sequence; None if its tokens are not all known."""
+        place = (page_number + 1) * self.layout.groups[group].page_tokens + self._reach[group]
+        hashes = self._hashes(sequence)
+        return hashes[place] if place < len(hashes) else None
 
     def transfer_differs(self, request: str, group: int, interval: Interval, sender: str) -> None:
         """I6 at level `bytes`: the slots that arrived are not those that their sender holds."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from outrider.kv.intervals import Interval
 from outrider.kv.ledger import Load, LoadState
 from outrider.kv.manager import KVManager
+from outrider.kv.prefix import Tier
 from outrider.scheduler.config import LoadFailure, SchedulerConfig
 from outrider.scheduler.plan import Update
 from outrider.scheduler.request import Request, State
@@ -60,6 +61,12 @@ class IncomingKV:
         if self._config.load_failure is LoadFailure.FAIL:
             self._fail(request)
         elif request.state is State.FETCHING:
+            self._roster.wait(request)
+
+    def looked_up(self, sequence_id: str, found: Tier | None) -> None:
+        request = self._roster.fetching.pop(sequence_id, None)
+        if request is not None:
+            request.kv.found = found
             self._roster.wait(request)
 
     # ---- loads -------------------------------------------------------------------------------------

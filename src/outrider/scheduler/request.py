@@ -22,7 +22,7 @@ MOST_FORKS = 1024
 
 class State(Enum):
     FETCHING = "fetching"
-    """Waits for a prefill worker's offer of its prompt's KV; it holds nothing yet."""
+    """Waits to hear what a prefill worker, or a tier, holds of its prompt's KV; it holds nothing yet."""
     WAITING = "waiting"
     LOADING = "loading"
     PREFILLING = "prefilling"
@@ -77,6 +77,8 @@ class RequestSpec:
     awaits_peer: bool = False
     """Whether a prefill worker has computed the prompt: the request is FETCHING until `Scheduler.fetched` says what
     that worker holds, or `Scheduler.not_fetched` that it holds nothing."""
+    awaits_tiers: bool = False
+    """Whether tiers are asked for the prompt's KV: the request is FETCHING until `Scheduler.looked_up`."""
     compute_prompt: bool = False
     """Whether a decode worker that leaves prompts to others computes this one all the same."""
 
@@ -92,6 +94,8 @@ class RequestSpec:
         whole_number(self.k, f"{what}: k", at_least=0, advice=advice, error=RequestError)
         if self.hand_over and self.awaits_peer:
             raise RequestError(f"{what}: a prompt that another worker has computed cannot be handed over again")
+        if self.awaits_peer and self.awaits_tiers:
+            raise RequestError(f"{what}: a prompt that a prefill worker has computed is not looked up in tiers")
         done = 0
         for item in self.media:
             if not done <= item.start < item.end <= len(self.prompt):

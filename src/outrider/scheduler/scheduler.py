@@ -21,6 +21,7 @@ from outrider.errors import OutOfPages, RequestError
 from outrider.kv.intervals import Interval
 from outrider.kv.ledger import Load
 from outrider.kv.manager import KVManager
+from outrider.kv.prefix import Tier
 from outrider.scheduler.config import LoadFailure, Role, SchedulerConfig
 from outrider.scheduler.incoming import IncomingKV
 from outrider.scheduler.pacing.pacer import Pace, Pacer
@@ -171,7 +172,7 @@ class Scheduler:
             wanted=k,
             # How far a decode worker goes with the drafts of a handed-over request is not known here.
             pace=None if self.pacer is None or spec.fixed_k or spec.hand_over or not k else self.pacer.enter(),
-            state=State.FETCHING if spec.awaits_peer else State.WAITING,
+            state=State.FETCHING if spec.awaits_peer or spec.awaits_tiers else State.WAITING,
         )
         self._arrivals += 1
         if request.pace is not None and self.pacer is not None:
@@ -196,6 +197,11 @@ class Scheduler:
         computed here, or fails."""
         with self._move():
             self.incoming.not_fetched(sequence_id)
+
+    def looked_up(self, sequence_id: str, found: Tier | None) -> None:
+        """Note what tiers hold of the prompt of a request that waits for their answer; None if they did not answer."""
+        with self._move():
+            self.incoming.looked_up(sequence_id, found)
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence, if there is one of this id."""
@@ -467,7 +473,7 @@ class Scheduler:
         tokens = parent.tokens[: parent.prompt_len]
         tokens.append(token)
         ids = parent.spec.sequence_ids[index : index + 1]
-        spec = replace(parent.spec, sequence_ids=ids, prompt=tokens, awaits_peer=False)
+        spec = replace(parent.spec, sequence_ids=ids, prompt=tokens, awaits_peer=False, awaits_tiers=False)
         child = self._enter(spec, tokens, parent.prompt_len)
         finish = "stop" if token in spec.stop_tokens else "length" if len(tokens) >= child.max_total else None
         if finish is not None:

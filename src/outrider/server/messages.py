@@ -251,6 +251,23 @@ class Delta(Record, frozen=True, kw_only=True):
     ending: Ending | None = None
 
 
+class TierFigures(Record, frozen=True, kw_only=True):
+    """What a tier behind the KV cache has done since the engine started: `transfer.cache_tier.TierCounters`."""
+
+    looked_up: int = 0
+    found: int = 0
+    loaded: int = 0
+    missed: int = 0
+    refused: int = 0
+    stored: int = 0
+    not_stored: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    look_up_s: float = 0.0
+    load_s: float = 0.0
+    store_s: float = 0.0
+
+
 class Counters(Record, frozen=True, kw_only=True):
     """Totals since the engine started, and current figures."""
 
@@ -302,6 +319,8 @@ class Counters(Record, frozen=True, kw_only=True):
     """Number of pages that are held for decode workers now."""
     leases: int = 0
     """Number of prompts whose KV is held for decode workers now."""
+    tiers: dict[str, TierFigures] = {}
+    """By the names of tiers behind the KV cache, the nearest first."""
 
 
 class StepReport(Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ On the decode worker (D), a hand-off runs through these phases:
 Nothing that was read is used before P has confirmed that its lease held from the offer until after the last byte. Pages
 of a read that was given up stay in quarantine until the link says that the read has ended.
 
-    engine step:   advance ─▶ schedule ─▶ start_loads ─▶ run ─▶ commit ─▶ hand_over
+    engine step:   advance ─▶ schedule ─▶ start_loads ─▶ run ─▶ commit ─▶ hand_over, offloading.store
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from collections.abc import Callable, Sequence
 from outrider.errors import TransferError
 from outrider.kv.ledger import Load
 from outrider.scheduler import Scheduler, State
+from outrider.transfer.cache_tier import CacheTier
 from outrider.transfer.comparison import take_back_what_differs
 from outrider.transfer.hand_offs import HandOff, HandOffs, Phase, Settled
 from outrider.transfer.lending import Lender
 from outrider.transfer.link import Failed, GroupRead, Landed, Link, Quiet, Received
 from outrider.transfer.messages import Confirm, Confirmed, Fetch, Message, Offered, Refused, Release, Renew, Welcome
 from outrider.transfer.offers import from_wire, offered_intervals, plan_pull, signatures
+from outrider.transfer.offloading import Offloading, TierChecks
 from outrider.transfer.peers import Peer, Peers
 from outrider.transfer.quarantine import Quarantine
-from outrider.transfer.records import Fetched, FirstToken, Tiers, TransferChecks
+from outrider.transfer.records import Fetched, FirstToken, TransferChecks
 from outrider.transfer.tickets import Ticket
-from outrider.transfer.tier_loads import TierLoads
 
 
 class TransferDriver:
@@ -45,8 +46,9 @@ class TransferDriver:
         *,
         clock: Callable[[], float],
         time_of_day: Callable[[], float],
-        tiers: Tiers | None = None,
+        tiers: Sequence[CacheTier] = (),
         checks: TransferChecks | None = None,
+        tier_checks: TierChecks | None = None,
         vocab_size: int | None = None,
     ) -> None:
         """`lender`: the same worker's own promises, which its link answers for. `vocab_size`: number of tokens that a
@@ -75,7 +77,7 @@ class TransferDriver:
             counters=self.counters,
             clock=clock,
         )
-        self._tier_loads = TierLoads(tiers, scheduler, limit_s=self.limits.read_s, clock=clock)
+        self.offloading = Offloading(tiers, scheduler, limits=self.limits, clock=clock, checks=tier_checks)
         self._fetched: list[Fetched] = []
         self._settled: list[Settled] = []
         self._renew_at_s = 0.0
@@ -197,9 +199,7 @@ class TransferDriver:
             if request is None:
                 continue
             hand_off = self._hand_offs.of(sequence)
-            for load in loads:
-                if load.key is not None:
-                    self._tier_loads.start(sequence, load)
+            self.offloading.start(sequence, [load for load in loads if load.key is not None])
             pulls = [load for load in loads if load.key is None]
             if hand_off is not None and pulls:
                 self._start_reading(hand_off, pulls)
@@ -341,7 +341,7 @@ class TransferDriver:
             # Before the next step writes to the pages.
             self.lender.withdraw(sequence)
             hand_off = self._hand_offs.of(sequence)
-            reads, loads = self._hand_offs.reads_of(sequence), self._tier_loads.give_up(sequence)
+            reads, loads = self._hand_offs.reads_of(sequence), self.offloading.give_up(sequence)
             self._quarantine.add(pages, peer_reads=reads, tier_loads=loads)
             request = self._scheduler.requests.get(sequence)
             if hand_off is not None and (request is None or request.state is not State.LOADING):
@@ -364,13 +364,14 @@ class TransferDriver:
                     self._read_ended(number, reason)
                 case Quiet(peer=name):
                     self._quiet(name)
-        for number in self._tier_loads.poll():
+        for number in self.offloading.poll():
             self._quarantine.load_ended(number)
         self._check_deadlines(now_s)
         self._renew(now_s)
         self.lender.end_leases(now_s)
         self._settle_given_up()
         self._release_unneeded()
+        self.offloading.store()
         fetched, self._fetched = self._fetched, []
         return fetched
 
@@ -414,7 +415,7 @@ class TransferDriver:
             elif hand_off.open:
                 # It was given up, but its pages cannot be given back before its reads have ended.
                 self._end_reads(hand_off)
-        self._tier_loads.give_up_overdue(now_s)
+        self.offloading.check_deadlines(now_s)
         self._peers.forget_idle(now_s, self._hand_offs.peers_in_use)
 
     def _too_late(self, hand_off: HandOff, now_s: float) -> None:
@@ -476,7 +477,7 @@ class TransferDriver:
     @property
     def next_deadline_s(self) -> float | None:
         """When `advance` has something to do at the latest, by the driver's clock."""
-        times = [*self._hand_offs.deadlines_s, *self._peers.deadlines_s, *self._tier_loads.deadlines_s]
+        times = [*self._hand_offs.deadlines_s, *self._peers.deadlines_s, *self.offloading.deadlines_s]
         if any(each.offer is not None for each in self._hand_offs.current()):
             times.append(self._renew_at_s)
         end_s = self.lender.leases.next_end_s
@@ -485,8 +486,10 @@ class TransferDriver:
     @property
     def is_idle(self) -> bool:
         """Whether no KV is on its way, held for a peer, or in quarantine."""
-        return self._hand_offs.is_idle and not (self._quarantine or self._tier_loads or self.lender.leases)
+        idle = self._hand_offs.is_idle and self.offloading.is_idle
+        return idle and not (self._quarantine or self.lender.leases)
 
     def close(self) -> None:
-        """End the link. Nothing lands after this returns."""
+        """End the link and the tiers. Nothing lands after this returns."""
         self._link.close()
+        self.offloading.close()

@@ -1,4 +1,4 @@
-"""What the driver is given and what it reports: limits, counters, tiers, checks, and what prefill workers answered."""
+"""What the driver is given and what it reports: limits, counters, checks, and what prefill workers answered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 from outrider.kv.intervals import SlotRun
 from outrider.kv.ledger import Load
-from outrider.transfer.link import Failed, Landed
 from outrider.transfer.messages import ScoredToken
 from outrider.transfer.offers import Offer
 
@@ -29,6 +28,12 @@ class TransferLimits:
     """How long all reads of one request may take."""
     held_share: float = 0.25
     """The largest share of each arena that P holds for peers."""
+    look_up_s: float = 0.02
+    """How long a request waits to hear what tiers hold; after that, what they did not say is a miss."""
+    tier_s: float = 2.0
+    """How long all loads of one request from tiers may take."""
+    pinned_share: float = 0.25
+    """The largest share of each arena that is pinned at once while tiers copy it."""
 
 
 @dataclass(slots=True)
@@ -50,16 +55,6 @@ class TransferCounters:
     transferred_bytes: int = 0
     fences: int = 0
     """Peers that were cut off because a read did not end."""
-
-
-class Tiers(Protocol):
-    """Memory behind the device, as the driver sees it: pages by key. Like a link, it never blocks."""
-
-    def load(self, load: Load, page: int, sequence: str) -> int:
-        """Start to fill a page; returns the number of the transfer. `Landed` or `Failed` follows."""
-
-    def poll(self) -> list[Landed | Failed]:
-        """Returns the loads that have ended since the last call."""
 
 
 class TransferChecks(Protocol):

@@ -43,7 +43,7 @@ try:
     )
     from outrider.backends.cpu.kernels.batch_rows import WRITE_ROWS
     from outrider.backends.cpu.kernels.compiling import Kernel, load_entry
-    from outrider.backends.cpu.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE, SETTLE
+    from outrider.backends.cpu.kernels.pool import ENTER, RUN_ATTEND, RUN_LINEAR, RUN_NORM, RUN_PLAIN, RUN_STORE
     from outrider.backends.cpu.kernels.threads import Threads, available_cores, shared_threads
     from outrider.backends.cpu.kernels.vector import FAST_HERE
     from outrider.backends.cpu.loading import ACTIVATIONS, ITEMS, ignore_progress, item_of, warm_up
@@ -54,10 +54,10 @@ try:
         Job,
         Program,
         RecordedArgmax,
-        Replay,
         SharedBuffers,
         check_token_ids,
     )
+    from outrider.backends.cpu.replays import Replays
 except ImportError as error:
     _import_error: str | None = str(error)
 else:
@@ -91,10 +91,7 @@ class CPUBackend(Backend):
         self._job, self._norm_job = Job(), Job()
         self._program: Program[Any] | None = None
         """The program that is being recorded; None while calls are executed."""
-        self._enqueued: Replay | None = None
-        self._begun: Replay | None = None
-        """The program that a thread of the pool may be running, with the memory that it uses."""
-        self._begun_job = Job()
+        self.replays = Replays(self._threads)
         self._packer = Packer()
         self._scratch, self._normed, self._narrowed, self._queries, self._plan, self._parts = (
             ScratchBuffer() for _ in range(6)
@@ -355,45 +352,13 @@ class CPUBackend(Backend):
             self._program = None
         return program
 
-    def play(self, program: Program[Result], x: Tensor, groups: tuple[AttentionMetadata, ...]) -> Result:
-        """Runs a program, after the enqueued one if there is any."""
-        self.settle()
-        first, self._enqueued = self._enqueued, None
-        return program.run(x, groups, after=first)
-
-    def play_later(self, program: Program[None], x: Tensor, groups: tuple[AttentionMetadata, ...]) -> None:
-        """Enqueues a program. It runs in one call with the next program, which wakes the threads only once."""
-        self.flush()
-        self._enqueued = Replay(program, x, groups)
-
-    def flush(self) -> None:
-        """Runs the enqueued program if there is any, and ends the one that has begun."""
-        self.settle()
-        if self._enqueued is not None:
-            (program, x, groups), self._enqueued = self._enqueued, None
-            program.run(x, groups)
-
-    def begin(self) -> None:
-        """Leaves the enqueued program, if there is any, to a thread that has nothing else to do until the next step."""
-        self.settle()
-        if self._enqueued is not None:
-            self._begun, self._enqueued = self._enqueued, None
-            self._begun.program.begin(self._begun.x, self._begun.groups, self._begun_job)
-
     def settle(self) -> None:
-        if self._begun is not None:
-            ENTER.call(self._threads.address, self._begun_job.address, SETTLE, 0)
-            self._begun = None
-
-    def __del__(self) -> None:
-        # Not before that is the memory free that the program uses.
-        if hasattr(self, "_begun"):
-            self.settle()
+        self.replays.settle()
 
     def discard(self) -> None:
         """Drops what a failed step has left: enqueued passes, whose pages may belong to another request by now, and a
         recording that was interrupted."""
-        self._enqueued = None
+        self.replays.enqueued = None
         self._program = None
 
     # ---- batches and sampling ----------------------------------------------------------------------
@@ -452,7 +417,7 @@ class CPUBackend(Backend):
         if self._program is not None:
             self._program.add(what, job.address, parameter)
             return
-        self.flush()
+        self.replays.flush()
         ENTER.call(self._threads.address, job.address, what, parameter)
 
     def _pack_header(self, job: Job, kernel: Kernel, scratch_bytes: int) -> None:

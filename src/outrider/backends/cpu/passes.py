@@ -31,13 +31,13 @@ class RecordedPass(Pass[Options, Result]):
     def run(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> Result:
         if x.shape[0] > RECORDED_ROWS_MAX:
             return self._body(x, groups, options)
-        return self._backend.play(self._program(x, groups, options), x, groups)
+        return self._backend.replays.run(self._program(x, groups, options), x, groups)
 
     def enqueue(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> None:
         if x.shape[0] > RECORDED_ROWS_MAX:
             self._body(x, groups, options)
         else:
-            self._backend.play_later(self._program(x, groups, options), x, groups)  # type: ignore[arg-type]
+            self._backend.replays.enqueue(self._program(x, groups, options), x, groups)
 
     def _program(self, x: Tensor, groups: tuple[AttentionMetadata, ...], options: Options) -> Program[Result]:
         key = (x.shape[0], options)
@@ -66,7 +66,7 @@ class Step(AbstractContextManager[None]):
     def __exit__(self, error: object, *_more: object) -> None:
         try:
             if error is None:
-                self._backend.begin()
+                self._backend.replays.begin()
         finally:
             self._backend.discard()
             self._threads.__exit__()

@@ -243,9 +243,8 @@ class Pacer:
         size, chosen = self._size, self._chosen
         for request in paced:
             request.wanted = min(request.k, size) if request.pace in chosen else 0
-        if not self._asks_drafter:
-            return self._pace(rows, count)
-        if len(chosen) < len(paced) or self._drafting.policy.size < len(self._outlook.sizes) - 1:
+        all_drafted = len(chosen) == len(paced) and self._drafting.policy.size == len(self._outlook.sizes) - 1
+        if self._asks_drafter and not all_drafted:
             self._probe(paced, rows)
         return self._pace(rows, count)
 

@@ -19,6 +19,7 @@ from outrider.server.messages import (
     RecentHit,
     Speculation,
     TextFacts,
+    TierFigures,
     TransferFacts,
     Transfers,
 )
@@ -68,7 +69,7 @@ def facts_of(engine: Engine) -> Facts:
         kv_tokens=min((kv.pool.arena(g).num_pages - 1) * kv.layout.groups[g].page_tokens for g in target),
         supports_grammars=engine.supports_grammars,
         sanitizer=config.sanitizer,
-        transfer=None if engine.transfers is None else TransferFacts(**asdict(engine.transfers.facts)),
+        transfer=TransferFacts(**asdict(engine.transfers.facts)) if engine.transfers and engine.exchanges_kv else None,
     )
 
 
@@ -95,6 +96,7 @@ def counters_of(engine: Engine, *, prompt_tokens: int, generated_tokens: int, ab
         dropped_drafts=kv.dropped_drafts,
         violations=0 if sanitizer is None else len(sanitizer.violations),
         **{name: getattr(transfers, name) for name in TRANSFER_COUNTERS},
+        tiers={name: TierFigures(**asdict(counters)) for name, counters in engine.tier_counters().items()},
         **_choice_counters(engine),
     )
 

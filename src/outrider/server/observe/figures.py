@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.server.messages import Counters, Delta, Ending, StepReport
+from outrider.server.messages import Counters, Delta, Ending, StepReport, TierFigures
 
 STATES = frozenset(
     {"running", "waiting", "kv_usage", "choice", "lookup_tokens", "lookup_memory_bytes", "held_pages", "leases"}
@@ -52,9 +52,17 @@ def added(one: Counters, other: Counters) -> Counters:
         left, right = getattr(one, name), getattr(other, name)
         if name in STATES:
             values[name] = right
+        elif isinstance(right, dict):
+            values[name] = {tier: _added_tiers(left.get(tier), right.get(tier)) for tier in {**left, **right}}
         elif isinstance(right, list):
             long, short = sorted((left, right), key=len, reverse=True)
             values[name] = [number + (short[i] if i < len(short) else 0) for i, number in enumerate(long)]
         else:
             values[name] = left + right
     return Counters(**values)
+
+
+def _added_tiers(one: TierFigures | None, other: TierFigures | None) -> TierFigures:
+    left, right = one or TierFigures(), other or TierFigures()
+    names = TierFigures.__struct_fields__
+    return TierFigures(**{name: getattr(left, name) + getattr(right, name) for name in names})

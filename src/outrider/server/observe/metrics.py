@@ -103,6 +103,21 @@ BY_SOURCE = {
     "spec_decode_num_accepted_tokens_by_source": ("accepted_by_source", "Drafts that were accepted, by their source."),
 }
 """Counters by source of drafts. They are absent where the engine does not choose."""
+BY_TIER = {
+    "kv_tier_looked_up_pages": ("looked_up", "Pages that were looked up in a tier behind the KV cache."),
+    "kv_tier_found_pages": ("found", "Pages that a tier said that it holds."),
+    "kv_tier_loaded_pages": ("loaded", "Pages that were copied back from a tier."),
+    "kv_tier_missed_pages": ("missed", "Pages that a tier had said that it holds, and that could not be loaded."),
+    "kv_tier_refused_pages": ("refused", "Values in a tier that were not used because they were damaged or foreign."),
+    "kv_tier_stored_pages": ("stored", "Pages that were copied to a tier."),
+    "kv_tier_not_stored_pages": ("not_stored", "Pages that a tier was to keep and did not take over."),
+    "kv_tier_loaded_bytes": ("loaded_bytes", "Bytes of pages that were copied back from a tier."),
+    "kv_tier_stored_bytes": ("stored_bytes", "Bytes of pages that were copied to a tier."),
+    "kv_tier_look_up_seconds": ("look_up_s", "Time that look-ups in a tier took, added up."),
+    "kv_tier_load_seconds": ("load_s", "Time that loads from a tier took, added up."),
+    "kv_tier_store_seconds": ("store_s", "Time that copies to a tier took, added up."),
+}
+"""Counters by tier. They are absent where there is no tier."""
 LOOKUP_HITS = {"own_text": "own_lookup_hits", "shared_text": "shared_lookup_hits"}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from arrival to the first token.", FIRST_TOKEN_S),
@@ -220,6 +235,11 @@ class _FiguresCollector(Collector):
             family.add_metric([self._model_name, ENGINE, str(position)], count)
         yield family
         yield from self._of_choice(counters)
+        for name, (field, text) in BY_TIER.items() if counters.tiers else ():
+            family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=["model_name", "engine", "tier"])
+            for tier, figures in counters.tiers.items():
+                family.add_metric([self._model_name, ENGINE, tier], getattr(figures, field))
+            yield family
 
     def _of_choice(self, counters: Counters) -> Iterator[Metric]:
         if counters.choice is not None:

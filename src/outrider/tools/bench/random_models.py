@@ -86,7 +86,7 @@ def _spec(windows: Windows, max_position: int, **changes: Any) -> DecoderSpec:
     )
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -100,7 +100,7 @@ def random_model(name: str, windows: Windows, *, max_position: int, seed: int = 
         name=name,
         spec=spec,
         parameters=Weights(seed).decoder(spec),
-        tokenizer=_byte_tokenizer(),
+        tokenizer=byte_tokenizer(),
         chat_template=None,
         eos_ids=(),
         generation=GenerationDefaults(),

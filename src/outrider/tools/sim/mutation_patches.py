@@ -154,7 +154,7 @@ def tier_mask_without_margin(name: str) -> Any:
     def change(original: Any) -> Any:
         def wants(self: Any, group: int, page_number: int, marks: Any) -> bool:
             if self.name == name:
-                _without_margin(self.mask)
+                _without_margin(self._mask)
             return bool(original(self, group, page_number, marks))
 
         return wants

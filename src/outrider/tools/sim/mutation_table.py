@@ -9,8 +9,10 @@ Patches are named by path ("module:Class.attribute"), so that this table imports
 from __future__ import annotations
 
 from outrider.tools.sim import mutation_patches as patches
+from outrider.tools.sim.event_mutations import EVENT_MUTATIONS
 from outrider.tools.sim.mutation import Mutation, needs
 from outrider.tools.sim.pace_mutations import PACE_MUTATIONS
+from outrider.tools.sim.tier_mutations import TIER_MUTATIONS
 from outrider.tools.sim.transfer_mutations import TRANSFER_MUTATIONS
 
 KV_MUTATIONS: tuple[Mutation, ...] = (
@@ -63,7 +65,7 @@ KV_MUTATIONS: tuple[Mutation, ...] = (
         name="host_tier_mask_forgets_the_margin",
         invariant="I9",
         story="the tier in the host's memory does not take over a page that a hit at a boundary reads",
-        where="outrider.tools.sim.tier:FakeTier.wants",
+        where="outrider.transfer.cache_tier:CacheTier.wants",
         change=patches.tier_mask_without_margin("host"),
         needs=needs("host_tier"),
         lineage="L3",
@@ -72,7 +74,7 @@ KV_MUTATIONS: tuple[Mutation, ...] = (
         name="remote_tier_mask_forgets_the_margin",
         invariant="I9",
         story="the tier that workers share does not take over a page that a hit at a boundary reads",
-        where="outrider.tools.sim.tier:FakeTier.wants",
+        where="outrider.transfer.cache_tier:CacheTier.wants",
         change=patches.tier_mask_without_margin("remote"),
         needs=needs("remote_tier"),
         lineage="L3",
@@ -390,7 +392,7 @@ KV_MUTATIONS: tuple[Mutation, ...] = (
         needs=needs("drafts", "surplus"),
     ),
 )
-MUTATIONS = KV_MUTATIONS + TRANSFER_MUTATIONS + PACE_MUTATIONS
+MUTATIONS = KV_MUTATIONS + TRANSFER_MUTATIONS + TIER_MUTATIONS + PACE_MUTATIONS + EVENT_MUTATIONS
 
 
 def mutation_named(name: str) -> Mutation | None:

@@ -148,7 +148,13 @@ class Router:
         try:
             ticket = None if sealed is None else CLUSTER_KEY.open(sealed)
             worker.scheduler.add(
-                draw.spec(id=name, sequence_ids=ids, hand_over=hands_over, awaits_peer=ticket is not None)
+                draw.spec(
+                    id=name,
+                    sequence_ids=ids,
+                    hand_over=hands_over,
+                    awaits_peer=ticket is not None,
+                    awaits_tiers=ticket is None and draw.use_cache and worker.driver.offloading.asks,
+                )
             )
         except RequestError as error:
             self._refused(order, error, sealed)
@@ -163,6 +169,8 @@ class Router:
                 worker.excused.add(name)
             worker.tickets[name] = ticket
             worker.driver.fetch(name, ticket, binding=order.binding, takes_token=draw.n == 1)
+        else:
+            worker.driver.offloading.enter(name)
         self._world.wake(worker)
         return leg
 

@@ -193,7 +193,15 @@ class Scenario:
     @property
     def limits(self) -> TransferLimits:
         """Limits of hand-offs in ticks."""
-        return TransferLimits(lease_s=60.0, renew_s=10.0, answer_s=16.0, read_s=30.0, held_share=self.held_share)
+        return TransferLimits(
+            lease_s=60.0,
+            renew_s=10.0,
+            answer_s=16.0,
+            read_s=30.0,
+            look_up_s=8.0,
+            tier_s=30.0,
+            held_share=self.held_share,
+        )
 
     @property
     def workers(self) -> tuple[str, ...]:

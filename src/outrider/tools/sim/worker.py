@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from outrider.errors import InvariantViolation
+from outrider.events.servable import ServablePages
 from outrider.kv.footprint import Proposing
 from outrider.kv.intervals import Interval, SlotRun
 from outrider.kv.layout import KVConfig, KVLayout
 from outrider.kv.ledger import Load, SequenceKV
 from outrider.kv.manager import KVManager
 from outrider.kv.observer import Hit
-from outrider.kv.retention import Marks, Retention
+from outrider.kv.publication import NewPage
 from outrider.sanitizer import Mode, Sanitizer
+from outrider.sanitizer.announced import ExpectedAnnounced
 from outrider.sanitizer.kept import ExpectedKept
 from outrider.scheduler import Scheduler, State, StepPlan, Update, Verdict
 from outrider.scheduler.pacing.costs import StepShape, StepTimes
@@ -23,7 +26,8 @@ from outrider.tools.sim.device import FakeDevice
 from outrider.tools.sim.link import VirtualLink
 from outrider.tools.sim.oracle import chance
 from outrider.tools.sim.paced import MOST_LOOKED_UP, PacedRunner
-from outrider.tools.sim.tier import HOST, FakeTier, TierLoads
+from outrider.tools.sim.tier import SimTierWatch, VirtualStore, tiers_of
+from outrider.transfer.cache_tier import CacheTier
 from outrider.transfer.driver import TransferDriver
 from outrider.transfer.lending import Lender
 from outrider.transfer.offers import OfferedGroup
@@ -38,21 +42,8 @@ SKEW_TICKS = 8
 """Largest difference between the clocks of two workers."""
 
 
-class NewPage(NamedTuple):
-    """A page that a device has published, and that further tiers may take over."""
-
-    group: int
-    page_number: int
-    page: int
-    key: bytes
-    marks: Marks
-    ends: tuple[int, ...]
-    """The ends that the marks should be made of."""
-    sequence: str
-
-
 class WatchingSanitizer(Sanitizer):
-    """A sanitizer that also records hits and pages that further tiers may take over."""
+    """A sanitizer that also records hits, and checks what tiers take over."""
 
     def __init__(self, layout: KVLayout, config: KVConfig, *, mode: Mode) -> None:
         super().__init__(layout, config, mode=mode)
@@ -63,7 +54,11 @@ class WatchingSanitizer(Sanitizer):
         self.shared_prefixes_marked = 0
         self.media_hits = 0
         self.adapter_hits = 0
-        self.new_pages: list[NewPage] = []
+        self.ends_of_new: dict[tuple[int, int, bytes], tuple[int, ...]] = {}
+        """The ends of its sequence, of which the marks should be made, of each page when it was published."""
+        self._not_offered: dict[tuple[int, int, bytes], str] = {}
+        """Sequences of pages that were published and not offered to tiers since."""
+        self.servable = ExpectedAnnounced(layout, self._divisible)
 
     def admitting(self, sequence: SequenceKV, hit: Hit, *, use_cache: bool, may_draft: bool) -> None:
         assert self._manager is not None
@@ -77,8 +72,21 @@ class WatchingSanitizer(Sanitizer):
 
     def published(self, sequence: SequenceKV, group: int, page_number: int, page: int, key: bytes) -> None:
         super().published(sequence, group, page_number, page, key)
-        ends = self._ends.get(sequence.id, ())
-        self.new_pages.append(NewPage(group, page_number, page, key, sequence.marks, ends, sequence.id))
+        self.ends_of_new[group, page, key] = self._ends.get(sequence.id, ())
+        self._not_offered[group, page, key] = sequence.id
+        self.servable.published(group, page, key, self._hashes(sequence), page_number)
+
+    def evicted(self, arena: int, page: int) -> None:
+        super().evicted(arena, page)
+        self.servable.evicted(arena, page)
+
+    def cache_reset(self) -> None:
+        super().cache_reset()
+        self.servable.clear()
+
+    def started_over(self) -> None:
+        super().started_over()
+        self.servable.clear()
 
     def admitted(self, sequence: SequenceKV) -> None:
         super().admitted(sequence)
@@ -89,13 +97,14 @@ class WatchingSanitizer(Sanitizer):
         super().end_kept(sequence)
         self.ends_kept += 1
 
-    def check_tier(self, tier: FakeTier, new: NewPage, *, wanted: bool) -> None:
+    def check_tier(self, tier: CacheTier, new: NewPage, *, wanted: bool) -> None:
         """I9: a tier wants exactly those pages that a hit may need from it."""
+        self._not_offered.pop((new.group, new.page, new.key), None)
         if tier.name not in self._kept_in:
             self._kept_in[tier.name] = ExpectedKept(self.layout, tier.retention)
         kept = self._kept_in[tier.name]
         allowed = kept.may_keep if wanted else lambda *page: not kept.must_keep(*page)
-        if not allowed(new.group, new.page_number, new.ends):
+        if not allowed(new.group, new.page_number, self.ends_of_new[new.group, new.page, new.key]):
             self._fail(
                 "I9",
                 f"a page that {'no hit can need is' if wanted else 'a hit needs is not'} kept in the {tier.name} tier",
@@ -104,6 +113,12 @@ class WatchingSanitizer(Sanitizer):
                 position=new.page_number * self.layout.groups[new.group].page_tokens,
                 page=new.page,
             )
+
+    def check_offered(self) -> None:
+        """I9: every page that was published has been offered to the tiers."""
+        not_offered, self._not_offered = self._not_offered, {}
+        for (group, page, _key), sequence in not_offered.items():
+            self._fail("I9", "a page was published that no tier heard of", request=sequence, group=group, page=page)
 
 
 @dataclass
@@ -117,7 +132,7 @@ class InFlight:
 
 
 class Worker:
-    def __init__(self, world: World, name: str, engine: str, endpoint: str, remote_tier: FakeTier | None) -> None:
+    def __init__(self, world: World, name: str, engine: str, endpoint: str, store: VirtualStore | None) -> None:
         self.world = world
         self.name = name
         self.engine = engine
@@ -141,10 +156,12 @@ class Worker:
         """Sequences that start from a peer's KV, and have had rows."""
         config = scenario.kv_config(self.layout, name)
         self.sanitizer = WatchingSanitizer(self.layout, config, mode=Mode.RAISE)
-        self.tiers = self._tiers(remote_tier)
-        self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers)
+        self.tiers = tiers_of(self, self.layout, store)
+        self.events = ServablePages(self.layout)
+        self.announced: set[tuple[int, bytes]] = set()
+        """What routers have been told of, as (group, key)."""
+        self.kv = KVManager(self.layout, config, observer=self.sanitizer, tiers=self.tiers, listener=self.events)
         self.sanitizer.bind(self.kv)
-        self.sanitizer.tier_holds = lambda group, identity: any(t.holds_identity(group, identity) for t in self.tiers)
         self.paced = self._paced_runner() if scenario.paced else None
         pacer = None if self.paced is None else self.paced.pacer
         self.scheduler = Scheduler(scenario.scheduler_config(scenario.role(name)), self.kv, pacer=pacer)
@@ -174,20 +191,16 @@ class Worker:
             **clocks,
         )
         self.link = VirtualLink(self, self.world.network, lender.desk, endpoint)
-        tiers = TierLoads(self, self.counts, self.world.at)
         self.driver = TransferDriver(
-            self.scheduler, self.link, lender, tiers=tiers, checks=ArrivalChecks(self), vocab_size=None, **clocks
+            self.scheduler,
+            self.link,
+            lender,
+            tiers=self.tiers,
+            checks=ArrivalChecks(self),
+            tier_checks=SimTierWatch(self.sanitizer, self.kv, self.tiers),
+            vocab_size=None,
+            **clocks,
         )
-
-    def _tiers(self, remote: FakeTier | None) -> tuple[FakeTier, ...]:
-        """Returns the tiers behind the device, the nearest first."""
-        scenario, tiers = self.scenario, []
-        if scenario.host_probability > 0:
-            retention = Retention.of(scenario.host_retention)
-            tiers.append(
-                FakeTier(HOST, self.layout, retention, probability=scenario.host_probability, capacity_pages=60)
-            )
-        return (*tiers, remote) if remote is not None else tuple(tiers)
 
     def _paced_runner(self) -> PacedRunner:
         footprint, most = self.layout.footprint, max(request.k for request in self.scenario.requests)
@@ -206,6 +219,12 @@ class Worker:
 
     def wake(self) -> None:
         self.world.wake(self)
+
+    def store(self) -> None:
+        """Let the tiers take over what has been published."""
+        self.driver.offloading.store()
+        if self.tiers:
+            self.sanitizer.check_offered()
 
     @property
     def stopped_for(self) -> int:
@@ -260,6 +279,17 @@ class Worker:
                 return name
         raise AssertionError(f"a read into page {page}, which no sequence waits for")
 
+    def loader(self, group: int, page: int) -> str | None:
+        """Returns the loading sequence that holds a page; None if the page was given up."""
+        held = (name for name, r in self.scheduler.roster.loading.items() if page in r.kv.groups[group].pages)
+        return next(held, None)
+
+    def loaded_slots(self, sequence: str, group: int, page: int) -> int:
+        """Returns how many slots of a page its sequence loads."""
+        kv, size = self.scheduler.requests[sequence].kv, self.layout.groups[group].page_tokens
+        start = kv.groups[group].pages.index(page) * size
+        return next(load.interval.size for load in kv.loads if (load.group, load.interval.start) == (group, start))
+
     def is_loading(self, sequence: str) -> bool:
         return sequence in self.scheduler.roster.loading
 
@@ -276,6 +306,10 @@ class Worker:
             self.paced.set_forced(self.engine, self.steps)
         self.flying.append(InFlight(self.scheduler.schedule()))
         self.driver.start_loads()
+        for name, request in self.scheduler.roster.loading.items():
+            if any(load.key is not None for load in request.kv.loads):
+                # What the hit search found there is missing if the load fails, and the hand-off cannot be whole.
+                self.world.network.trouble(self.lease_of(name))
         if loading:
             self.preemptions_while_loading += self.scheduler.num_preemptions - preemptions
 
@@ -319,7 +353,26 @@ class Worker:
                 self.sanitizer.check_surplus(request.kv, k=request.k, rows_ahead=rows_ahead)
         if any(update.finish for update in updates):
             self.sanitizer.check_conservation()
+            self.check_announced()
         return updates
+
+    def check_announced(self) -> None:
+        """I13: routers have been told of exactly those pages that can serve a hit, and each once."""
+        changes = self.events.take()
+        if changes.cleared:
+            self.announced.clear()
+        self.counts["withdrawn"] += len(changes.removed)
+        if not self.announced.issuperset(changes.removed):
+            raise InvariantViolation("I13", "I13 broken: a page is withdrawn that was not announced")
+        self.announced.difference_update(changes.removed)
+        for page in changes.stored:
+            is_full = not self.layout.groups[page.group].kind.slides
+            if (page.group, page.key) in self.announced or (
+                is_full and page.parent is not None and (page.group, page.parent) not in self.announced
+            ):
+                raise InvariantViolation("I13", "I13 broken: a page is announced twice, or before the one it follows")
+            self.announced.add((page.group, page.key))
+        self.sanitizer.servable.check(self.announced)
 
     def forget_gone(self) -> None:
         """Let the device and the checker forget sequences that the scheduler does not know any more."""
@@ -334,7 +387,9 @@ class Worker:
     def check_empty(self) -> int:
         """Returns the number of pages that are still held once all requests have ended and the cache is reset."""
         self.sanitizer.check_conservation()
+        self.check_announced()
         self.kv.reset_cache()
+        self.check_announced()
         return sum(arena.num_pages - 1 - arena.num_free for arena in self.kv.pool.arenas)
 
 

@@ -14,7 +14,6 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from outrider.errors import InvariantViolation
-from outrider.kv.retention import Retention
 from outrider.scheduler import LoadFailure, StepPlan, Update, Verdict
 from outrider.tools.sim.device import DeviceRequest
 from outrider.tools.sim.hand_off_checks import HandOffChecks
@@ -22,7 +21,7 @@ from outrider.tools.sim.network import Network
 from outrider.tools.sim.oracle import FakeModel, Inputs, Reference, chance
 from outrider.tools.sim.router import Leg, Router
 from outrider.tools.sim.scenario import STOP_TOKENS, FaultDraw, Scenario, phase_fault
-from outrider.tools.sim.tier import REMOTE, FakeTier, offload
+from outrider.tools.sim.tier import VirtualStore
 from outrider.tools.sim.worker import Worker
 
 MAX_STEPS = 6_000
@@ -83,7 +82,7 @@ class World:
         """Faults that wait for a phase of their request's hand-off."""
         self.network = Network(scenario, scenario.limits, self.result.faults, self.at, lambda: self.now)
         self.hand_offs = HandOffChecks(scenario, self.network, self.result.faults)
-        self.tier = self._remote_tier() if scenario.tier_probability > 0 else None
+        self.store = self._shared_store() if scenario.tier_probability > 0 else None
         self.router = Router(self)
         self.workers: dict[str, Worker] = {}
         for name in scenario.workers:
@@ -94,22 +93,27 @@ class World:
     def _make(self, name: str, endpoint: str, *, after: int = 0) -> None:
         """Start a worker, whose link takes messages after some ticks."""
         self._incarnations[name] += 1
-        worker = self.workers[name] = Worker(self, name, f"{name}.{self._incarnations[name]}", endpoint, self.tier)
+        worker = self.workers[name] = Worker(self, name, f"{name}.{self._incarnations[name]}", endpoint, self.store)
         if after:
             self.at(after, lambda: self.network.open(worker.link) if worker.alive else None)
         else:
             self.network.open(worker.link)
 
-    def _remote_tier(self) -> FakeTier:
+    def _shared_store(self) -> VirtualStore:
         scenario = self.scenario
         roomy = chance(scenario.seed, "tier") < 0.5
-        return FakeTier(
-            REMOTE,
-            scenario.layout(),
-            Retention.of(scenario.tier_retention),
-            probability=scenario.tier_probability,
-            capacity_pages=400 if roomy else 24,
-        )
+        store = VirtualStore(probability=scenario.tier_probability, capacity_pages=400 if roomy else 24)
+        if chance(scenario.seed, "store dies") < 0.3:
+            start = int(60 * chance(scenario.seed, "store dies at"))
+            self.at(start, lambda: self._set_store(store, down=True))
+            self.at(start + 1 + int(20 * chance(scenario.seed, "store returns")), lambda: self._set_store(store))
+        return store
+
+    def _set_store(self, store: VirtualStore, *, down: bool = False) -> None:
+        """End the store's master, or start it again; what was stored is gone either way."""
+        self.result.faults["store_death"] += down
+        store.down = down
+        store.values.clear()
 
     def watch(self, listener: Callable[[StepPlan, Verdict], None]) -> None:
         """Call the listener for every step that has run."""
@@ -342,7 +346,7 @@ class World:
 
     def deliver(self, worker: Worker, updates: list[Update]) -> None:
         """Check every token against the oracle, and pass finished requests on."""
-        offload(worker, self.result.faults)
+        worker.store()
         for update in updates:
             leg = self.router.legs.get(update.sequence_id) or self.router.fork(worker, update.sequence_id)
             self._check_tokens(leg, update.tokens)

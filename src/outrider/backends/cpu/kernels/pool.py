@@ -122,7 +122,7 @@ def _post(pool, job, chunks):
 
 @njit(**OPTIONS)
 def _finish(pool, chunks):
-    """Runs the chunks that nobody has taken, and waits for the others."""
+    """Runs the chunks that no thread has taken, and waits for the others."""
     _take_chunks(pool, 0)
     spins = 0
     while atomic_load(pool + DONE) != chunks:

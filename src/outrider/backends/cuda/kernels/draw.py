@@ -22,13 +22,13 @@ _MANTISSA, _HALF = tl.constexpr((1 << 52) - 1), tl.constexpr(1022 << 52)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _double(value, like):  # type: ignore[no-untyped-def]
+def _double(value, like):
     # Triton may take a literal beside a tensor for float32.
     return tl.full(like.shape, value, tl.float64)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _log(x):  # type: ignore[no-untyped-def]
+def _log(x):
     bits = x.to(tl.int64, bitcast=True)
     mantissa = ((bits & _MANTISSA) | _HALF).to(tl.float64, bitcast=True)
     exponent = ((bits >> 52) - 1022).to(tl.float64)
@@ -48,7 +48,7 @@ def _log(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _best_of_block(  # type: ignore[no-untyped-def]
+def _best_of_block(
     logits,
     stride,
     kept,

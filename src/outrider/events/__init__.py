@@ -1,0 +1,1 @@
+"""KV events: what routers are told about the prefix cache. `servable` decides, `messages` writes, `publisher` sends."""

@@ -1,0 +1,1 @@
+"""Whole clusters under test: scripts/demo-cluster and `outrider bench cluster`."""
