@@ -288,7 +288,7 @@ def set_word(threads: Threads, place: int, value: int) -> None:
 
 def is_left(backend: CPUBackend) -> bool:
     """Whether threads got what the last step left: otherwise it has run before the step ended."""
-    return bool(backend._begun_job.words.cast("q")[BEGUN])
+    return bool(backend.replays._job.words.cast("q")[BEGUN])
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from outrider.backends.cpu.kernels.vector import FLOAT32, LANES, load_part, stor
 # Words of the pool, a cache line apart.
 TICKET, JOB, LIMIT, DONE, ASLEEP, WAITING, BUSY, STOP, THREADS = (64 * number for number in range(9))
 """Byte offsets in the pool of: the number of the job (high half) and its next chunk (low half); the address of the job;
-its number of chunks; how many of them are done; how many threads sleep; whether the caller sleeps; the user of the pool;
+its number of chunks; how many of them are done; how many threads sleep; whether the caller sleeps; its user;
 whether threads must end; the number of threads, the caller included."""
 POOL_BYTES = 64 * 9
 
