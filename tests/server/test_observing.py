@@ -181,7 +181,7 @@ def test_a_collector_may_be_named_without_a_path(given: str, used: str) -> None:
     assert traces_url(given) == used
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "", "http://"])
+@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "", "http://", "http://[::1"])
 def test_what_is_no_collector_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="not a URL; write http"):
         make_tracer(endpoint)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.speculative.cases import CASES, engine_with, prompts, three_layers
 
+from outrider.api.llm import LLM
 from outrider.backends.cpu.backend import CPUBackend
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
@@ -51,6 +52,35 @@ def test_an_abort_of_the_last_request_waits_for_what_its_step_left(tmp_path: Pat
         engine.step()
     for number in range(len(prompts())):
         engine.abort(str(number))
+    assert not leaves_something(engine, backend)
+
+
+def test_a_stream_that_is_closed_waits_for_what_its_step_left(tmp_path: Path) -> None:
+    engine, backend = drafting_engine(tmp_path, sanitizer="off")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    stream = LLM.over(engine).stream(prompts()[0], params, speculate=False)
+    for _output in stream:
+        if leaves_something(engine, backend):
+            break
+    assert leaves_something(engine, backend)
+    stream.close()
+    assert not leaves_something(engine, backend)
+
+
+def test_a_step_that_fails_waits_for_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages that it writes are free afterwards, and may be another's next."""
+    engine, backend = drafting_engine(tmp_path, sanitizer="off")
+    add_all(engine)
+    while not leaves_something(engine, backend):
+        engine.step()
+
+    def fail(*_arguments: object) -> None:
+        assert leaves_something(engine, backend)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "commit", fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
     assert not leaves_something(engine, backend)
 
 

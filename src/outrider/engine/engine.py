@@ -363,7 +363,6 @@ class Engine:
         live = self._live.requests.get(request_id)
         self._to_abort.append(request_id)
         self._abort_pending()
-        self._settle_if_idle()
         return None if live is None else live.output
 
     def abort_soon(self, request_id: str) -> None:
@@ -380,6 +379,7 @@ class Engine:
             self._abort(self._to_abort[0])
             # Only now: an abort that is interrupted is tried again.
             self._to_abort.popleft()
+        self._settle_if_idle()
 
     def _abort(self, request_id: str) -> None:
         live = self._live.requests.get(request_id)
@@ -450,6 +450,8 @@ class Engine:
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
         """End the requests of a step that was interrupted: how far it got is unknown."""
+        # Its pages may be another's next.
+        self.runner.settle()
         lost = set(self.scheduler.abandon(plan))
         # Some of its sequences may have left the scheduler already, without their callers having been told.
         if plan is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
@@ -19,7 +20,7 @@ from outrider.backends import cpu
 from outrider.backends.attention import AttentionMetadata
 from outrider.backends.base import Body, EagerPass, Options, Pass, Result
 from outrider.backends.cpu.backend import CPUBackend
-from outrider.backends.cpu.kernels.pool import BUSY
+from outrider.backends.cpu.kernels.pool import BEGUN, BUSY, DONE, THREADS, TICKET
 from outrider.backends.cpu.kernels.threads import Threads
 from outrider.backends.cpu.packed import Packing
 from outrider.backends.cpu.passes import PROGRAMS_MAX
@@ -274,7 +275,20 @@ def test_a_step_that_fails_drops_what_it_enqueued() -> None:
 
 def in_use(threads: Threads) -> bool:
     """Whether the threads are kept for a program that was left to them."""
-    return bool(ctypes.c_int64.from_address(threads.address + BUSY).value)
+    return bool(word_of(threads, BUSY))
+
+
+def word_of(threads: Threads, place: int) -> int:
+    return ctypes.c_int64.from_address(threads.address + place).value
+
+
+def set_word(threads: Threads, place: int, value: int) -> None:
+    ctypes.c_int64.from_address(threads.address + place).value = value
+
+
+def is_left(backend: CPUBackend) -> bool:
+    """Whether threads got what the last step left: otherwise it has run before the step ended."""
+    return bool(backend.replays._job.words.cast("q")[BEGUN])
 
 
 @pytest.fixture
@@ -322,12 +336,80 @@ def test_other_engines_compute_while_a_step_has_left_something(threads: Threads)
     assert not in_use(threads)
 
 
-def test_an_operation_after_a_step_sees_what_it_left() -> None:
-    backend = CPUBackend(2)
-    for number in range(50):
+def test_what_has_ended_keeps_the_threads_from_no_other_engine(threads: Threads) -> None:
+    backend, other = CPUBackend(), CPUBackend()
+    for number in range(1, 50):
         feed = left_by_a_step(backend, float(number))
-        backend.norm(random(0, 1, 64), random(1, 64), 1e-5)
+        deadline = time.monotonic() + 60
+        while not word_of(threads, DONE):
+            assert time.monotonic() < deadline
+            time.sleep(0)
         assert feed.written == float(number)
+        another = left_by_a_step(other, float(-number))
+        assert is_left(backend)
+        assert is_left(other)
+        # The pool is the other's by now.
+        backend.settle()
+        assert in_use(threads)
+        assert not is_left(backend)
+        other.settle()
+        assert another.written == float(-number)
+        assert not in_use(threads)
+
+
+def test_after_an_interrupt_at_any_line_of_a_step_the_next_feed_is_right(threads: Threads) -> None:
+    backend = CPUBackend()
+    feed = Feed(backend, rows=5)
+    line, interrupted = 0, True
+
+    def step() -> None:
+        with backend.step():
+            feed.enqueue(-1.0)
+        backend.settle()
+
+    while interrupted:
+        line += 1
+        interrupted = interrupted_at(line, step)
+        with backend.step():
+            feed.enqueue(float(line))
+        assert is_left(backend)
+        backend.settle()
+        assert feed.written == float(line)
+        assert not in_use(threads)
+    assert line > 10
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_an_operation_after_a_step_sees_what_it_left(threads: Threads) -> None:
+    # A second thread that never runs: only who waits for what was left does it.
+    set_word(threads, THREADS, 2)
+    backend, x, linear = CPUBackend(), random(0, 1, 64), Linear(weight=random(1, 8, 64))
+    compiled = backend.compile_pass(lambda x, _groups, _options: backend.project(x, linear))
+    operations: list[Callable[[], object]] = [
+        lambda: backend.norm(x, x[0], 1e-5),
+        lambda: compiled.run(x, NO_GROUPS, 0),
+        lambda: left_by_a_step(backend, -1.0),
+        backend.settle,
+    ]
+    for number, operation in enumerate(operations, 1):
+        feed = left_by_a_step(backend, float(number))
+        assert is_left(backend)
+        assert feed.written != float(number)
+        operation()
+        assert feed.written == float(number)
+
+
+def test_a_caller_that_finds_the_threads_in_use_leaves_them_alone(threads: Threads) -> None:
+    backend, x, linear = CPUBackend(), random(0, 40, 64), Linear(weight=random(1, 200, 64))
+    expected = backend.project(x, linear)
+    set_word(threads, BUSY, 1)
+    ticket = word_of(threads, TICKET)
+    assert torch.equal(backend.project(x, linear), expected)
+    feed = left_by_a_step(backend, 3.0)
+    assert not is_left(backend)
+    assert feed.written == 3.0
+    assert (word_of(threads, TICKET), word_of(threads, BUSY)) == (ticket, 1)
+    set_word(threads, BUSY, 0)
 
 
 def test_a_backend_that_goes_waits_for_what_its_last_step_left(threads: Threads) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,9 @@ from outrider.kv.groups import group_kind
 from outrider.scheduler.pacing.costs import StepCosts, StepShape, StepTimes
 from outrider.scheduler.pacing.outlook import Outlook
 from outrider.scheduler.pacing.pacer import (
+    CALM_AFTER,
+    CALM_EVERY,
+    CHOOSE_EVERY,
     MANY_REQUESTS,
     MOST_SAVED,
     PROBED_DRAFTS,
@@ -20,7 +24,7 @@ from outrider.scheduler.pacing.pacer import (
     Pacer,
     RequestPace,
 )
-from outrider.scheduler.pacing.worth import Proposed, RequestShifts, Source
+from outrider.scheduler.pacing.worth import Calibration, Proposed, RequestShifts, Source
 from outrider.tools.sim.pace_campaign import CHANGING_LOADS
 from outrider.tools.sim.pace_load import Tape
 from outrider.tools.sim.pace_run import PacedRun
@@ -306,6 +310,66 @@ def test_a_reset_keeps_what_steps_cost_and_nothing_else() -> None:
     request.pace.outlook.values = [0.0] * len(request.pace.outlook.values)
     pacer.begin([request], prompt_rows=0)
     assert (request.wanted, pacer.counts.probes) == (0, 0)
+
+
+class PlainSteps:
+    """Steps of one request for which nothing is proposed."""
+
+    def __init__(self, pacer: Pacer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pacer, self.request = pacer, FakeRequest(pacer.enter(), k=0)
+        self.observed = self.chosen = 0
+        observe, choose = pacer.costs.observe, pacer._choose
+
+        def observed(shape: StepShape, times: StepTimes) -> float:
+            self.observed += 1
+            return observe(shape, times)
+
+        def chosen(*arguments: Any) -> None:
+            self.chosen += 1
+            choose(*arguments)
+
+        monkeypatch.setattr(pacer.costs, "observe", observed)
+        monkeypatch.setattr(pacer, "_choose", chosen)
+
+    def run(self, steps: int) -> tuple[int, int]:
+        """Returns how many of them were learnt from, and how often a choice was made."""
+        self.observed = self.chosen = 0
+        for _ in range(steps):
+            self.pacer.begin([self.request], prompt_rows=0)
+            self.pacer.observe(StepShape(1, 1, 0, 0, ()), StepTimes(1.0, 0.0, 1.1), tokens=1)
+        return self.observed, self.chosen
+
+
+def test_a_batch_that_is_not_drafted_for_is_learnt_from_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pacer = chain_pacer()
+    plain = PlainSteps(pacer, monkeypatch)
+    every = CHOOSE_EVERY * CALM_EVERY
+    assert plain.run(CALM_AFTER) == (CALM_AFTER, CALM_AFTER // CHOOSE_EVERY)
+    plain.run(every)
+    assert plain.run(10 * every) == (10 * every // CALM_EVERY, 10)
+    # A proposal, and all is as it was at the beginning.
+    pace = plain.request.pace
+    assert pace is not None
+    pacer.proposed(pace, Proposed(Source.OWN_TEXT, (0.9,), (0.9,)))
+    assert plain.run(CALM_EVERY)[0] == 1
+    pacer.proposed(pace, Proposed(Source.DRAFTER, (0.9,), (0.9,)))
+    assert plain.run(CALM_AFTER)[0] == CALM_AFTER
+    plain.run(every)
+    pacer.reset()
+    assert plain.run(CALM_AFTER) == (CALM_AFTER, CALM_AFTER // CHOOSE_EVERY)
+
+
+@pytest.mark.parametrize("source", Source)
+def test_only_what_is_looked_up_is_judged_by_what_all_requests_made_of_it_just_now(source: Source) -> None:
+    pacer, expected = chain_pacer(), Calibration()
+    pace = pacer.enter()
+    for _ in range(5):
+        pace.pending = Proposed(source, (0.9,), (0.9,))
+        pacer.verified(pace, drafts=1, accepted=0)
+        expected.observe(source, 0, 0.9, accepted=False)
+        if source in (Source.OWN_TEXT, Source.SHARED_TEXT):
+            expected.shift(source, 0.9, accepted=False)
+    assert pacer.calibration.conditional(source, 0, 0.9) == expected.conditional(source, 0, 0.9)
 
 
 def test_heads_are_paid_for_by_rows_of_one_pass() -> None:

@@ -14,7 +14,7 @@ from tests.cli.cli import Done, run_main
 from tests.tools.bench.fake_openai import DONE, FakeServer, answer, event, fake_server
 
 from outrider.errors import ConfigError, RequestError
-from outrider.tools.bench import http_client
+from outrider.tools.bench import http_client, serve_rates
 from outrider.tools.bench.arrivals import Load, burst_loads, closed_loads, poisson_loads, send_all
 from outrider.tools.bench.openai_server import CHAT_ROUTE, ServerFacts, base_url, look_at
 from outrider.tools.bench.serve_rates import (
@@ -131,6 +131,25 @@ def test_tokens_per_second_of_clients_are_counted_as_long_as_all_of_them_have_re
     assert Turn([failed], is_closed=True).tokens_per_s is None
 
 
+def test_what_was_complete_counts_if_the_last_request_fails() -> None:
+    answers = [answered(*times) for times in ((0, 1, 8, 8), (0, 1, 10, 10))]
+    failed = Answer(sent_s=10.0, ended_s=30.0, failure="no answer")
+    assert Turn([*answers, failed], is_closed=True).tokens_per_s == pytest.approx(18 / 10)
+
+
+def test_only_clients_that_wait_are_measured_as_such(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def turn(answers: list[Answer], *, is_closed: bool) -> Turn:
+        closed.append(is_closed)
+        return Turn(answers, is_closed=is_closed)
+
+    monkeypatch.setattr(serve_rates, "Turn", turn)
+    loads = (Load(clients=2), Load(rate_per_s=500.0), Load(clients=2, every_s=0.01))
+    measure(config(loads=loads, rounds=1), facts(fake))
+    assert closed == 2 * [True, False, False]
+
+
 def test_an_answer_has_no_tokens_before_its_first_text() -> None:
     some = answered(2, 4, 12, 9)
     assert [some.tokens_until(at_s) for at_s in (1, 3.9, 4, 8, 12, 50)] == [0, 0, 1, 5, 9, 9]
@@ -236,7 +255,9 @@ def test_a_server_that_refuses_everything_is_an_error(fake: FakeServer, status: 
         facts(fake)
 
 
-@pytest.mark.parametrize("url", ["", "https://x", "ftp://x", "http://", "http://x:99999", "http://x/some/path"])
+@pytest.mark.parametrize(
+    "url", ["", "https://x", "ftp://x", "http://", "http://x:99999", "http://x/some/path", "http://[::1"]
+)
 def test_addresses_that_cannot_be_measured_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         base_url(url)

@@ -337,7 +337,10 @@ def test_an_endpoint_that_only_the_workers_own_machine_can_reach_is_noticed(
     assert "kv_ip" in str(problem.advice)
 
 
-@pytest.mark.parametrize("address", ["", "worker", "worker:", "worker:x", "127.0.0.1:80/kv", "http://", "http://:1"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "worker", "worker:", "worker:x", "127.0.0.1:80/kv", "http://", "http://:1", "[::1", "http://[::1"],
+)
 def test_an_address_without_a_meaning_is_refused(model: Path, address: str) -> None:
     assert only_problem(examine_peer(address, own_side(settings(model)))).advice
 

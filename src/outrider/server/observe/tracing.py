@@ -30,7 +30,11 @@ def make_tracer(endpoint: str | None) -> Tracer:
 
 def traces_url(endpoint: str) -> str:
     """Returns the endpoint with the usual path of collectors, if it has none."""
-    where = urlsplit(endpoint)
+    try:
+        where = urlsplit(endpoint)
+    except ValueError:
+        # As for http://[::1, an address without its end.
+        where = urlsplit("")
     if where.scheme not in ("http", "https") or not where.netloc:
         raise ConfigError(
             f"--otlp-traces-endpoint {endpoint!r} is not a URL; write http://HOST:4318, the address of a collector"

@@ -43,8 +43,8 @@ class ServerFacts:
 def base_url(url: str) -> str:
     """Returns the address without /v1 at its end, with which or without users copy it."""
     given = url if "://" in url else f"http://{url}"
-    where = urlsplit(given)
     try:
+        where = urlsplit(given)
         correct = where.scheme == "http" and where.hostname is not None and (where.port is None or where.port > 0)
     except ValueError:
         correct = False

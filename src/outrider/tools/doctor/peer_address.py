@@ -48,10 +48,11 @@ class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
 def ask_http(url: str, api_key: str | None) -> PeerFacts:
     """Returns what the worker at a URL says about itself. Raises Unusable if it says nothing of use."""
     where = url.rstrip("/").removesuffix(ROUTE).removesuffix("/v1") + ROUTE
-    request = urllib.request.Request(where, headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     # Workers are on a private network, which a proxy of the environment does not lead to.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        request = urllib.request.Request(where, headers=headers)
         with opener.open(request, timeout=HTTP_LIMIT_S) as answer:
             body = answer.read(ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
@@ -190,12 +191,12 @@ def check_endpoint(endpoint: str) -> None:
 
 def endpoint_parts(endpoint: str) -> tuple[str, int]:
     """Returns host and port of HOST:PORT. Raises Unusable for anything else."""
-    parts = urlsplit(f"//{endpoint}")
     try:
-        host, port = parts.hostname, parts.port
+        parts = urlsplit(f"//{endpoint}")
+        host, port, more = parts.hostname, parts.port, parts.path or parts.query
     except ValueError:
-        host = port = None
-    if not host or not port or parts.path or parts.query:
+        host = port = more = None
+    if not host or not port or more:
         raise Unusable(
             "address", f"{endpoint!r} is no address of a worker", "write http://HOST:PORT, or HOST:PORT of its endpoint"
         )

@@ -38,11 +38,14 @@ from outrider.backends.cpu.kernels.vector import FLOAT32, LANES, load_part, stor
 # Words of the pool, a cache line apart.
 TICKET, JOB, LIMIT, DONE, ASLEEP, WAITING, BUSY, STOP, THREADS = (64 * number for number in range(9))
 """Byte offsets in the pool of: the number of the job (high half) and its next chunk (low half); the address of the job;
-its number of chunks; how many of them are done; how many threads sleep; whether the caller sleeps; whether the pool is
-in use; whether threads must end; the number of threads, the caller included."""
+its number of chunks; how many of them are done; how many threads sleep; whether the caller sleeps; its user;
+whether threads must end; the number of threads, the caller included."""
 POOL_BYTES = 64 * 9
 
 _CLOSED = 0x7FFFFFFF
+_FREE, _CALLER, _LEFT = range(3)
+"""Users of the pool: none, a caller that waits for its jobs, or, from _LEFT on, a job that was left to the threads;
+then the number of that job is added."""
 _SPINS = 1500  # calls of `pause`, some 40 ns each
 
 RUN_PLAIN, RUN_NORM, RUN_LINEAR, RUN_STORE, RUN_ATTEND, RUN_COPY, RUN_PROGRAM, BEGIN, SETTLE = range(9)
@@ -53,7 +56,8 @@ RUN_STORE: attention without queries. RUN_ATTEND: the parameter is the number of
 RUN_COPY: in place of a job, the address of float32 numbers; the parameter is the destination. RUN_PROGRAM: in place of
 a job, the address of a list of operations; the parameter is their number. The list may instead be a list of such
 lists. BEGIN: the job, of the kernel ALONE, is left to the first thread that has nothing else to do, and the call
-returns. The pool stays in use until SETTLE with the same job, which waits for its end, or runs it if no thread has."""
+returns. SETTLE with the same job waits for its end, or runs it if no thread has. The pool stays in use until then, or
+until another caller finds that the job has ended."""
 WHAT, JOB_OR_SOURCE, PARAMETER, COUNT = range(4)
 """Words of one operation in a program. COUNT is the number of elements to copy."""
 PROGRAM_WORDS = 4
@@ -196,7 +200,8 @@ def _play(pool, entries, count, shared):
 
 
 POOL, ENTRIES, ENTRY_COUNT, BEGUN = range(OWN, OWN + 4)
-"""Words of a job of ALONE: the pool, the program and its length, and whether a BEGIN waits for its SETTLE."""
+"""Words of a job of ALONE: the pool, the program and its length, and as whose use of the pool it began; 0 once it is
+settled."""
 
 
 def _play_alone(job, _chunk, _scratch):
@@ -208,26 +213,45 @@ ALONE = Kernel(_play_alone, FLOAT32)
 
 
 @njit(**OPTIONS)
+def _take_pool(pool):
+    """Takes the pool for the caller's jobs, unless it has no other threads, another caller uses it, or what was left
+    to the threads still goes on."""
+    if atomic_load(pool + THREADS) <= 1:
+        return False
+    user = atomic_load(pool + BUSY)
+    if user == _CALLER or (user >= _LEFT and atomic_load(pool + DONE) != atomic_load(pool + LIMIT)):
+        return False
+    # No two jobs have one number: this fails if the job that was looked at is no longer the pool's.
+    return atomic_claim(pool + BUSY, user, _CALLER)
+
+
+@njit(**OPTIONS)
 def _begin(pool, job):
-    if atomic_load(pool + THREADS) > 1 and atomic_claim(pool + BUSY, 0, 1):
-        set_word(job, BEGUN, 1)
+    if _take_pool(pool):
         _post(pool, job, 1)
+        left = _LEFT + (atomic_load(pool + TICKET) >> 32)
+        set_word(job, BEGUN, left)
+        atomic_swap(pool + BUSY, left)
     else:
         _execute(job, 0, 0)
 
 
 @njit(**OPTIONS)
 def _settle(pool, job):
-    if word(job, BEGUN) != 0:
+    left = word(job, BEGUN)
+    if left == 0:
+        return
+    # If the pool is another's by now, the job has ended.
+    if atomic_claim(pool + BUSY, left, _CALLER):
         _finish(pool, 1)
-        set_word(job, BEGUN, 0)
-        atomic_swap(pool + BUSY, 0)
+        atomic_swap(pool + BUSY, _FREE)
+    set_word(job, BEGUN, 0)
 
 
 @njit(**OPTIONS)
 def _run(pool, job, what, parameter):
     # A caller that finds the pool in use runs its chunks alone.
-    shared = atomic_load(pool + THREADS) > 1 and atomic_claim(pool + BUSY, 0, 1)
+    shared = _take_pool(pool)
     if what == RUN_PROGRAM:
         if word(job, WHAT) != RUN_PROGRAM:
             _play(pool, job, parameter, shared)
@@ -238,7 +262,7 @@ def _run(pool, job, what, parameter):
     else:
         _perform(pool, job, what, parameter, 0, shared)
     if shared:
-        atomic_swap(pool + BUSY, 0)
+        atomic_swap(pool + BUSY, _FREE)
 
 
 def enter(pool, job, what, parameter):
