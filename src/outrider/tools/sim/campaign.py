@@ -20,6 +20,7 @@ CHUNK = 20
 SITUATIONS = (
     "abort",
     "adapter_hit",
+    "announcement_withdrawn",
     "cache_reset",
     "chunking",
     "damage_noticed",

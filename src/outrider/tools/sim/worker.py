@@ -361,7 +361,7 @@ class Worker:
         changes = self.events.take()
         if changes.cleared:
             self.announced.clear()
-        self.counts["withdrawn"] += len(changes.removed)
+        self.counts["announcement_withdrawn"] += len(changes.removed)
         if not self.announced.issuperset(changes.removed):
             raise InvariantViolation("I13", "I13 broken: a page is withdrawn that was not announced")
         self.announced.difference_update(changes.removed)
