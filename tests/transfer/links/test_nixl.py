@@ -20,6 +20,7 @@ from outrider.kv.intervals import Interval  # noqa: E402
 from outrider.transfer.link import Failed, GroupRead, Landed, Quiet, Received  # noqa: E402
 from outrider.transfer.links import control, nixl_agent  # noqa: E402
 from outrider.transfer.links import nixl as nixl_link  # noqa: E402
+from outrider.transfer.links.control import Answer, Complaints, ControlPlane, Question  # noqa: E402
 from outrider.transfer.links.nixl import NixlLink  # noqa: E402
 from outrider.transfer.links.reads import PeerReads  # noqa: E402
 from outrider.transfer.messages import Hello, Refused, Release  # noqa: E402
@@ -422,6 +423,33 @@ def test_a_closed_link_says_so() -> None:
     link.close()
     with pytest.raises(TransferError, match="closed"):
         link.send("127.0.0.1:9", Release(lease=b"", reader=""))
+
+
+def test_what_was_sent_before_a_link_is_closed_arrives() -> None:
+    """A prefill worker holds pages until they are released, or until their lease ends."""
+    plane = ControlPlane(ClusterKey(KEY), address="127.0.0.1", port=0, complaints=Complaints())
+    received: list[Question | Answer] = []
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            plane.wait(0.01)
+            received.extend(plane.receive())
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        for number in range(1, 11):
+            with reader(Pages(SMALL, 16, 0)) as link:
+                link.send(plane.endpoint, Release(lease=bytes(16), reader="decode"))
+            end_s = time.monotonic() + 2.0
+            while len(received) < number and time.monotonic() < end_s:
+                time.sleep(0.001)
+            assert [type(each.message) for each in received] == number * [Release]
+    finally:
+        over.set()
+        listener.join()
+        plane.close()
 
 
 def test_missing_nixl_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,9 @@ QUEUED_MESSAGES_MAX = 256
 """Largest number of messages that wait for one peer or from one peer; more are lost, which every message may be."""
 MESSAGES_PER_TURN = 64
 """Largest number of messages that are taken from a socket before the thread looks after its transfers again."""
-FORGET_LINGER_MS = 100
-"""Time in which the last messages to a peer may still leave after it was forgotten: they release its leases."""
+LINGER_MS = 100
+"""Time in which the last messages to a peer may still leave after it was forgotten, or when all ends: they release its
+leases."""
 IDLE_S = 600.0
 """Time after its last message in which the connection to a peer is kept. The driver forgets peers that it has met;
 others get messages too, such as a release of KV that is not needed."""
@@ -167,7 +168,7 @@ class ControlPlane:
         self._used_s.pop(peer, None)
         if dealer is not None:
             self._poller.unregister(dealer)
-            dealer.close(linger=FORGET_LINGER_MS)
+            dealer.close(linger=LINGER_MS)
 
     def close_idle(self, now_s: float) -> None:
         """Close connections that have carried nothing for long: a cluster whose workers change must not fill this one
@@ -237,4 +238,4 @@ class ControlPlane:
             self._keeper.send_multipart([b"1.0", request, *status, b""])
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=LINGER_MS)

@@ -248,6 +248,8 @@ class NixlLink:
                 except Exception:
                     logger.exception("transfer link: an error that nothing was prepared for; the link goes on")
                     time.sleep(ERROR_SLEEP_S)
+            # The last messages release leases.
+            self._obey()
         except BaseException as error:
             self._death = error
             if self._ready.is_set():
@@ -274,14 +276,7 @@ class NixlLink:
 
     def _turn(self) -> None:
         """Do what is due, and sleep if that was nothing."""
-        for command, transfer in self._commands.take():
-            try:
-                command()
-            except Exception as error:
-                if transfer is None:
-                    self._complaints.add("commands that failed", error)
-                else:
-                    self._events.put(Failed(transfer, str(error)))
+        self._obey()
         moved = self._receive()
         is_reading = False
         for name, peer in self._peers.items():
@@ -298,6 +293,16 @@ class NixlLink:
             sleep_s = min(sleep_s, RETIRED_SLEEP_S)
         if not moved:
             self._sleep(min(sleep_s, READING_SLEEP_S) if is_reading else sleep_s)
+
+    def _obey(self) -> None:
+        for command, transfer in self._commands.take():
+            try:
+                command()
+            except Exception as error:
+                if transfer is None:
+                    self._complaints.add("commands that failed", error)
+                else:
+                    self._events.put(Failed(transfer, str(error)))
 
     def _sleep(self, sleep_s: float) -> None:
         # ZMQ waits in whole milliseconds.
